@@ -57,6 +57,7 @@ lints: setup
 	$(BIN)/python -m scripts.lint_links
 	$(BIN)/python scripts/lint_store.py
 	$(BIN)/python scripts/lint_tests.py
+	$(BIN)/python scripts/lint_tiers.py
 
 format: setup
 	$(BIN)/ruff format .

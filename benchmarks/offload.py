@@ -22,6 +22,7 @@ from benchmarks.job import Job
 from benchmarks.result import Result, ratio, spread
 from zero.tiers.host_memory import bytes_of
 from zero.tiers.swap_file import PAGE, THREADS, TRANSFER_BLOCK, page_aligned_part
+from zero.tiers.tier import ON_DISK
 
 GRAIN = 4 << 20  # elements of a layer, and of a record at world size 1
 RAW = "raw disk"
@@ -183,7 +184,7 @@ class Zero:
     def turn(self) -> Turn:
         engine = self._engine
         engine.backward(engine(batch()).float().square().mean())
-        file = engine._boundary.stores.swap_file if engine.config.tiers.path else None
+        file = engine._boundary.stores.swap_file(ON_DISK) if engine.config.offload.path else None
         moved, transferred = (file.bytes_read + file.bytes_written if file else 0), _transferred()
         begun = time.perf_counter()
         engine.step()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from scripts.paths import ROOT, absolute, all_relative, relative
 
-from scripts import lint_devices, lint_links, lint_paths, lint_rooms, lint_store, lint_tests
+from scripts import lint_devices, lint_links, lint_paths, lint_rooms, lint_store, lint_tests, lint_tiers
 
 
 @pytest.mark.parametrize(
@@ -58,6 +58,30 @@ def test_stores(tmp_path: Path, code: str, told: str) -> None:
 
 def test_nothing_reaches_for_a_store_by_itself(capsys: pytest.CaptureFixture[str]) -> None:
     assert lint_store.main() == 0, capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        ("if record.tier == 'disk': pass", "'disk'"),
+        ("near = 'device' != tier", "'device'"),
+        ("away = tier in ('host', other)", "'host'"),
+        ("away = 'disk' in (params, gradients)", "'disk'"),
+        ("if tier is ON_HOST: pass", "ON_HOST"),
+        ("match tier:\n    case 'disk': pass", "'disk'"),
+        ("if 'device' in kwargs and tier.near: offload(ON_HOST, 'host')", ""),
+    ],
+)
+def test_tiers(tmp_path: Path, code: str, told: str) -> None:
+    path = tmp_path / "room.py"
+    path.write_text(code)
+    found = "\n".join(lint_tiers.problems(path, "room.py"))
+    assert found.endswith(told)
+    assert bool(found) == bool(told)
+
+
+def test_no_room_but_tiers_asks_which_tier_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert lint_tiers.main() == 0, capsys.readouterr().out
 
 
 def test_imports(tmp_path: Path) -> None:

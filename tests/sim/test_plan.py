@@ -14,6 +14,7 @@ import zero
 from accelz.conformance.cluster import Clusters, Context
 from tests.sim.layers import peak_of
 from tests.zero.helpers.training import collected
+from zero.config.training import dtype_named
 
 WIDTH, VOCABULARY, LAYERS = 192, 512, 4
 SCALARS = 24 * 1024  # bytes of one token's activations, of inputs, and of what is as small
@@ -299,7 +300,7 @@ def test_peaks_and_traffic_are_those_planned(sim: Clusters, size: int, case: str
         planned["rest"] = plan.memory.rest["device"].total
         extra = {name: found[name] - nbytes for name, nbytes in planned.items()}
         scratch = dict.fromkeys(extra, 0) | {"step": found["scratch"]}
-        if config.codes is not None and size > 1:
+        if dtype_named(config.gather_dtype) is not None and size > 1:
             scratch["forward"] = scratch["backward"] = found["scratch"]
         # It is not known exactly how many small groups are on their way to the host, so the plan may be too
         # high by this much.

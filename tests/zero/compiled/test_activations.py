@@ -133,7 +133,7 @@ def test_settings() -> None:
     config = zero.Config(
         compile=True, offload=zero.Offload(activations="host", fraction={"activations": 0.5})
     )
-    assert config.tiers.part("activations") == 0.5
+    assert config.offload.part("activations") == 0.5
 
 
 def late_body(context: Context) -> dict[str, Any]:

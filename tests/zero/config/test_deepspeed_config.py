@@ -96,7 +96,7 @@ def test_tiers() -> None:
     )
     stage3["offload_param"] = {"device": "cpu", "nvme_path": "/not/used"}
     config = zero.from_deepspeed({"zero_optimization": stage3})
-    assert config.tiers.params == "host"
+    assert config.offload.params == "host"
     stage3["offload_param"] = disk | {"nvme_path": "/elsewhere"}
     with pytest.raises(zero.ConfigError, match="a single directory, not /elsewhere and /local"):
         zero.from_deepspeed({"zero_optimization": stage3})

@@ -16,6 +16,13 @@ import zero
 from accelz.conformance.cluster import Clusters, Context
 from tests.zero.helpers.layers import BATCH, LAYERS, WIDTH, build, one_step
 from zero.memory import balance
+from zero.tiers import room
+
+
+def moving(engine: zero.Engine) -> balance.AutoPlacementPolicy:
+    """The policy of an engine with offload="auto"."""
+    assert isinstance(engine._placement, balance.AutoPlacementPolicy)
+    return engine._placement
 
 
 class Stranger(torch.optim.SGD):
@@ -49,9 +56,8 @@ def train(
         context.accelerator.memory.reset_peak()
         losses.append(one_step(engine, step, batch))
         peaks.append(context.accelerator.memory.stats().peak)
-    balancer = engine._placement.balancer
-    predicted = balancer.predicted_peak if balancer is not None else 0
-    tiers = [s.kept.tier for u in engine.units for g in u.groups for s in g.subs]
+    predicted = engine._placement.predicted_peak
+    tiers = [s.record.tier.name for u in engine.units for g in u.groups for s in g.subs]
     return {"losses": losses, "peaks": peaks, "predicted": predicted, "tiers": tiers}
 
 
@@ -131,7 +137,7 @@ def no_room_body(context: Context, optimizer_of: Any) -> dict[str, Any]:
             zero.Config(precision="bf16", offload="auto", timeout=20),
         )
         losses = [one_step(engine, step) for step in range(4)]
-        near = len(engine._placement.balancer._near)
+        near = len(moving(engine)._near)
         x = torch.ones(BATCH, WIDTH, device=engine.accelerator.device)
         engine.backward(engine(x).float().square().mean())
         with warnings.catch_warnings(record=True) as caught:
@@ -143,7 +149,7 @@ def no_room_body(context: Context, optimizer_of: Any) -> dict[str, Any]:
         told = sum("ran out of memory" in str(w.message) for w in caught)
         losses += [one_step(engine, step) for step in range(4, 7)]
         found["hungry" if hungry else "fed"] = (losses, engine.steps)
-        found["told"], found["near"] = told, (near, len(engine._placement.balancer._near))
+        found["told"], found["near"] = told, (near, len(moving(engine)._near))
     return found
 
 
@@ -191,8 +197,8 @@ def overflow_body(context: Context, overflows: int) -> dict[str, Any]:
             context.accelerator.memory.reset_peak()
             one_step(engine, step, scale=float("inf") if step < overflows else 1.0)
             peaks.append(context.accelerator.memory.stats().peak)
-        predicted = 0 if engine._placement.balancer is None else engine._placement.balancer.predicted_peak
-        return peaks, predicted, [s.kept.tier for u in engine.units for g in u.groups for s in g.subs]
+        predicted = engine._placement.predicted_peak
+        return peaks, predicted, [s.record.tier.name for u in engine.units for g in u.groups for s in g.subs]
 
     plain, _, _ = run(None)
     gc.collect()
@@ -234,11 +240,11 @@ def growth_body(context: Context) -> dict[str, Any]:
         )
         for step in range(3):
             one_step(engine, step, BATCH)
-        before = [s.kept.tier for u in engine.units for g in u.groups for s in g.subs].count("device")
+        before = [s.record.tier.name for u in engine.units for g in u.groups for s in g.subs].count("device")
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             loss = one_step(engine, 3, 4 * BATCH)
-        after = [s.kept.tier for u in engine.units for g in u.groups for s in g.subs].count("device")
+        after = [s.record.tier.name for u in engine.units for g in u.groups for s in g.subs].count("device")
     finally:
         memory.set_capacity(whole)
     told = [str(w.message) for w in caught if "ran out of memory" in str(w.message)]
@@ -256,27 +262,26 @@ def test_out_of_memory_moves_state_away_and_goes_on(cluster: Clusters, device: s
 
 def crowded_body(context: Context, nth: int) -> dict[str, Any]:
     """The n-th allocation of a placement fails on the last rank. Per step: the loss, and how many records the
-    balancer knows to be on the device."""
+    policy knows to be on the device."""
     from accelz_sim import faults
 
     model = build()
     config = zero.Config(precision="bf16", offload="auto", timeout=20)
     engine = zero.initialize(model, torch.optim.AdamW(model.parameters(), lr=1e-3), config)
-    balancer = engine._placement.balancer
-    assert balancer is not None
+    policy = moving(engine)
     losses, near = [], []
-    place = balancer._place
+    place = policy._place
 
     def crowded(records: Any) -> None:
         starved = len(losses) == 1 and context.rank == context.size - 1
         with faults.out_of_memory(nth) if starved else nullcontext():
             place(records)
 
-    balancer._place = crowded  # type: ignore[method-assign]
+    policy._place = crowded  # type: ignore[method-assign]
     for step in range(5):
         losses.append(one_step(engine, step))
-        there = [owned for owned in balancer._optimizer.subs if owned.sub.kept.tier == "device"]
-        assert set(there) == set(balancer._near)
+        there = [owned for owned in policy._optimizer.subs if owned.sub.record.tier.name == "device"]
+        assert set(there) == set(policy._near)
         near.append(len(there))
     return {"losses": losses, "near": near}
 
@@ -354,11 +359,11 @@ def evaluation_body(context: Context, precision: Any) -> tuple[list[int], list[f
     config = zero.Config(precision=precision, offload="auto", timeout=20)
     engine = zero.initialize(model, torch.optim.AdamW(model.parameters(), lr=1e-3), config)
     losses = [one_step(engine, step) for step in range(4)]
-    near = [len(engine._placement.balancer._near)]
+    near = [len(moving(engine)._near)]
     with torch.inference_mode(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         engine._boundary.stores.relieve(context.accelerator.memory.stats().capacity)
-    near.append(len(engine._placement.balancer._near))
+    near.append(len(moving(engine)._near))
     losses += [one_step(engine, step) for step in range(4, 6)]
     return near, losses
 
@@ -390,7 +395,7 @@ def away_body(context: Context, grows: bool) -> list[int]:
             _take(context, context.accelerator.memory.stats().free)
             engine.reload_states()
         one_step(engine, step)
-        near.append(len(engine._placement.balancer._near))
+        near.append(len(moving(engine)._near))
     return near
 
 
@@ -418,7 +423,7 @@ def creep_body(context: Context, traced: bool) -> dict[str, Any]:
     gc.collect()
     whole = context.accelerator.memory.stats().capacity
     memory.set_capacity(int(peak * 1.2))
-    safety, balance.SAFETY_EXACT = balance.SAFETY_EXACT, 0.35
+    safety, room.SAFETY_EXACT = room.SAFETY_EXACT, 0.35
     try:
         engine = zero.initialize(
             model := build(),
@@ -430,12 +435,12 @@ def creep_body(context: Context, traced: bool) -> dict[str, Any]:
             if traced and step == 3:
                 engine.trace_memory()
             one_step(engine, step, batch)
-            near.append(len(engine._placement.balancer._near))
-        limit = balance.usable(context.accelerator)
-        predicted = engine._placement.balancer.predicted_peak
+            near.append(len(moving(engine)._near))
+        limit = room.usable(context.accelerator)
+        predicted = engine._placement.predicted_peak
     finally:
         memory.set_capacity(whole)
-        balance.SAFETY_EXACT = safety
+        room.SAFETY_EXACT = safety
     return {"near": near, "predicted": predicted, "limit": limit}
 
 

@@ -82,7 +82,7 @@ def steps(
         engine.step()
         peaks.append(context.accelerator.memory.stats().peak)
         losses.append(loss.item())
-        near.append([s.kept.tier for u in engine.units for g in u.groups for s in g.subs])
+        near.append([s.record.tier.name for u in engine.units for g in u.groups for s in g.subs])
     watched = layers[3].watched
     return {"losses": losses, "peaks": peaks, "near": near, "watched": watched}
 

@@ -18,6 +18,7 @@ from tests.zero.helpers import synthetic
 from tests.zero.helpers.commands import refused, run
 from tests.zero.helpers.models import LanguageModel
 from zero.tiers.swap_file import SwapFile
+from zero.tiers.tier import ON_DISK
 
 WIDTH = 128
 MATRIX = WIDTH * WIDTH
@@ -139,7 +140,7 @@ def test_each_memory_is_that_of_the_rank_that_has_most_there() -> None:
     offload = zero.Offload(optimizer="host", host_budget=800)
     config = zero.Config(precision="bf16", units=("Holder",), offload=offload, whole_parameters=True)
     plan = zero.plan(model, Own(model.parameters(), momentum=0.9), config, ranks=2)
-    tiers = {unit.name: unit.groups[0].placement.optimizer[0][1] for unit in plan.units}
+    tiers = {unit.name: unit.groups[0].placement.optimizer[0][1].name for unit in plan.units}
     assert tiers == {"0": "host", "1": "device"}
     assert plan.memory.rest["host"].optimizer == 4 * 100 + 4 * plan.units[0].groups[0].shard_numel
     assert plan.memory.rest["device"].optimizer == 4 * 60 + 4 * plan.units[1].groups[0].shard_numel
@@ -194,7 +195,7 @@ def disk_body(context: Context, settings: dict[str, Any]) -> tuple[int, int, int
         for _ in range(3):
             moved |= dict.fromkeys(moved, 0)
             train_a_step(engine)
-    return engine._boundary.stores.swap_file._reserved, moved[os.preadv], moved[os.pwritev]
+    return engine._boundary.stores.swap_file(ON_DISK)._reserved, moved[os.preadv], moved[os.pwritev]
 
 
 def train_a_step(engine: zero.Engine) -> None:

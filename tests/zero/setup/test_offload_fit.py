@@ -180,7 +180,7 @@ def within_body(context: Context, dtype: torch.dtype) -> dict[str, tuple[int, in
         x = torch.ones(4, WIDTH, device=engine.accelerator.device, dtype=dtype)
         engine.backward(engine(x).square().mean())
         engine.step()
-        tiers = [s.kept.tier for u in engine.units for g in u.groups for s in g.subs]
+        tiers = [s.record.tier.name for u in engine.units for g in u.groups for s in g.subs]
         found[name] = budget, sum(map(_nbytes, _on_host(optimizer))), tiers.count("host")
         gc.collect()
     return found
@@ -224,9 +224,9 @@ def whole_body(context: Context, budget: int) -> tuple[int, list[int]]:
         state = [engine.optimizer.state[p.parameter] for p in owned.pieces]
         own = [v for s in state for k, v in s.items() if k != "step"]
         where = {v.device.type for v in own}
-        assert where <= {owned.sub.kept.opened().master.device.type}
+        assert where <= {owned.sub.record.opened().master.device.type}
         nbytes = 4 * owned.sub.numel + sum(map(_nbytes, own))
-        if owned.sub.kept.tier == "host":
+        if owned.sub.record.tier.name == "host":
             held += nbytes
         else:
             rest.append(nbytes)

@@ -190,8 +190,8 @@ def course(context: Context, offload: Any) -> dict[str, Any]:
             context.accelerator.memory.reset_peak()
             losses.append(one_step(engine, step))
             peaks.append(context.accelerator.memory.stats().peak)
-    predicted = engine._placement.balancer.predicted_peak if engine._placement.balancer is not None else 0
-    tiers_now = [sub.kept.tier for unit in engine.units for group in unit.groups for sub in group.subs]
+    predicted = engine._placement.predicted_peak
+    tiers_now = [sub.record.tier.name for unit in engine.units for group in unit.groups for sub in group.subs]
     return {"losses": losses, "peaks": peaks, "tiers": tiers_now, "predicted": predicted}
 
 

@@ -29,6 +29,7 @@ from zero.tiers.host_memory import bytes_of
 from zero.tiers.record import Record
 from zero.tiers.split_master import LOWER, SplitMaster
 from zero.tiers.swap_file import PAGE, Section, SwapFile, page_aligned_part
+from zero.tiers.tier import ON_DISK
 
 WIDTH, LAYERS = 128, 4
 LAYER = WIDTH * WIDTH
@@ -50,7 +51,7 @@ def layers(steps: int, **settings: Any) -> zero.Engine:
 def bytes_body(context: Context, path: str, budget: int, compact: bool) -> tuple[int, int]:
     offload = zero.Offload(optimizer="disk", path=path, host_budget=budget, compact=compact)
     engine = layers(1, offload=offload)
-    file = engine._boundary.stores.swap_file
+    file = engine._boundary.stores.swap_file(ON_DISK)
     before = file.bytes_read + file.bytes_written, _kernel_io()
     for _ in range(3):
         x = torch.ones(2, WIDTH, device=engine.accelerator.device)
@@ -351,7 +352,7 @@ def stages_body(context: Context, path: str) -> tuple[list[str], list[tuple[str,
         each.backward(each(x).float().square().mean())
     groups = [g for u in engine.units for g in u.groups]
     subs = [s for g in groups for s in g.subs]
-    gates, wrong, sound = Gates([s.kept for s in subs]), [], engine._boundary.optimizer._step_sub_group
+    gates, wrong, sound = Gates([s.record for s in subs]), [], engine._boundary.optimizer._step_sub_group
 
     def step(owned: Any, *arguments: Any) -> None:
         now = subs.index(owned.sub)
@@ -448,7 +449,7 @@ def locked_body(context: Context, path: str) -> tuple[bool, dict[str, list[bool]
             "gradients": lambda e=engine: [g.slice.get() for g in e._reducer.all],
             "params": lambda g=groups: [each.shard for each in g],
             "records": lambda g=groups: [
-                v for each in g for s in each.subs for v in (s.kept.master, *s.kept.moments)
+                v for each in g for s in each.subs for v in (s.record.master, *s.record.moments)
             ],
             "buffers": lambda e=engine: e._boundary.stores.pipeline._buffers,
         }[kind]()

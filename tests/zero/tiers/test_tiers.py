@@ -20,6 +20,7 @@ from tests.zero.helpers.models import features, fresh, language_loss
 from tests.zero.helpers.optimizers import adagrad, lion, momentum
 from tests.zero.helpers.training import Run, adamw, same_bits, scaled_error, state_error, train_zero
 from zero.tiers.placement import Placement, PlacementRequest, Placer
+from zero.tiers.tier import ON_DEVICE, ON_DISK, ON_HOST, Tier
 
 STEPS = 6
 
@@ -209,13 +210,13 @@ def placed(
     offload: zero.Offload, sizes: Sequence[int] = (6400,) * 20, item_bytes: int = 4, divisible: bool = True
 ) -> list[Placement]:
     """Of groups whose shards are of these sizes."""
-    placer = Placer(offload, lambda tier: tier)
+    placer = Placer(offload, ON_HOST)
     return placer.place([PlacementRequest(n, item_bytes, 2, True, False, 2, divisible) for n in sizes])
 
 
-def elements(placements: Sequence[Placement]) -> dict[str, int]:
+def elements(placements: Sequence[Placement]) -> dict[Tier, int]:
     """Of optimizer state, by tier."""
-    found: dict[str, int] = {}
+    found: dict[Tier, int] = {}
     for numel, tier in (each for placement in placements for each in placement.optimizer):
         found[tier] = found.get(tier, 0) + numel
     return found
@@ -232,9 +233,9 @@ def test_a_fraction_of_each_kind_leaves_the_device() -> None:
     fraction = {"optimizer": 0.5, "params": 0.25}
     offload = zero.Offload(optimizer="disk", params="host", gradients="host", path="/", fraction=fraction)
     there = placed(offload)
-    assert [p.optimizer for p in there].count(((6400, "disk"),)) == 10
-    assert [p.params for p in there].count("host") == 5
-    assert [p.gradients for p in there].count("host") == 20
+    assert [p.optimizer for p in there].count(((6400, ON_DISK),)) == 10
+    assert [p.params for p in there].count(ON_HOST) == 5
+    assert [p.gradients for p in there].count(ON_HOST) == 20
     assert len({p.optimizer for p in there[:2]}) == 2  # spread evenly, not the first ones all
 
 
@@ -246,16 +247,16 @@ def test_a_fraction_of_optimizer_state_is_met_whatever_groups_there_are(
     there = placed(zero.Offload(optimizer="host", fraction=part, sub_group_size=1000), sizes)
     for numel, placement in zip(sizes, there, strict=True):
         assert sum(n for n, _ in placement.optimizer) == numel
-        assert all(n <= 1024 for n, tier in placement.optimizer if tier == "host")  # a multiple of 64
-        assert [tier for _, tier in placement.optimizer].count("device") <= 1  # what stays need not be cut
-    assert 0 <= part * sum(sizes) - elements(there).get("host", 0) <= 64
+        assert all(n <= 1024 for n, tier in placement.optimizer if tier is ON_HOST)  # a multiple of 64
+        assert [tier for _, tier in placement.optimizer].count(ON_DEVICE) <= 1  # what stays need not be cut
+    assert 0 <= part * sum(sizes) - elements(there).get(ON_HOST, 0) <= 64
     assert sum(len({tier for _, tier in p.optimizer}) == 2 for p in there) <= 1  # gradients go one way
 
 
 def test_what_no_kernel_steps_is_not_cut() -> None:
     offload = zero.Offload(optimizer="host", fraction=0.5, sub_group_size=64)
     there = placed(offload, (6400, 6400, 6400), divisible=False)
-    assert {p.optimizer for p in there} == {((6400, "host"),), ((6400, "device"),)}
+    assert {p.optimizer for p in there} == {((6400, ON_HOST),), ((6400, ON_DEVICE),)}
 
 
 @pytest.mark.parametrize(("spare", "whole"), [(0, 2), (-1, 1)])
@@ -265,22 +266,20 @@ def test_what_one_rank_alone_keeps_counts_for_the_budget(spare: int, whole: int)
     mine = [PlacementRequest(1000, 2, 2, True, False, 0, False, each) for each in own]
     budget = 2 * 4000 + 4000 + spare
     offload = zero.Offload(optimizer="host", host_budget=budget)
-    *wholes, last = Placer(offload, lambda tier: tier).place(
-        [*mine, PlacementRequest(6400, 2, 2, True, False, 2)]
-    )
-    assert [p.optimizer for p in wholes].count(((1000, "host"),)) == whole
+    *wholes, last = Placer(offload, ON_HOST).place([*mine, PlacementRequest(6400, 2, 2, True, False, 2)])
+    assert [p.optimizer for p in wholes].count(((1000, ON_HOST),)) == whole
     free = budget - 8000 if whole == 1 else 0
-    assert elements([last]).get("host", 0) == free // 12 // 64 * 64
+    assert elements([last]).get(ON_HOST, 0) == free // 12 // 64 * 64
 
 
 def test_gradients_go_with_their_optimizer_state() -> None:
     there = placed(zero.Offload(optimizer="host", fraction=0.5))
     both = {(p.optimizer, p.gradients) for p in there}
-    assert both == {(((6400, "host"),), "host"), (((6400, "device"),), "device")}
-    assert {p.params for p in there} == {"device"}
+    assert both == {(((6400, ON_HOST),), ON_HOST), (((6400, ON_DEVICE),), ON_DEVICE)}
+    assert {p.params for p in there} == {ON_DEVICE}
     (mixed,) = placed(zero.Offload(optimizer="host", fraction=0.5), (6400,))
-    assert mixed.optimizer == ((3200, "host"), (3200, "device"))
-    assert mixed.gradients == "host"  # what the host steps is not to wait on the device
+    assert mixed.optimizer == ((3200, ON_HOST), (3200, ON_DEVICE))
+    assert mixed.gradients is ON_HOST  # what the host steps is not to wait on the device
 
 
 @pytest.mark.parametrize(
@@ -311,21 +310,21 @@ def test_the_budget_bounds_records(params: Any, item_bytes: int, each: int) -> N
     for spare, fits in ((0, 44_800), (-1, 44_736)):
         budget = 44_800 * each + spare
         offload = zero.Offload(optimizer="host", params=params, host_budget=budget)
-        assert elements(placed(offload, item_bytes=item_bytes)) == {"host": fits, "device": 128_000 - fits}
+        assert elements(placed(offload, item_bytes=item_bytes)) == {ON_HOST: fits, ON_DEVICE: 128_000 - fits}
         offload = zero.Offload(optimizer="disk", path="/", params=params, host_budget=budget, fraction=0.5)
-        expected = {"host": fits, "disk": 64_000 - fits, "device": 64_000}
+        expected = {ON_HOST: fits, ON_DISK: 64_000 - fits, ON_DEVICE: 64_000}
         assert elements(placed(offload, item_bytes=item_bytes)) == expected
     whole = placed(offload, item_bytes=item_bytes, divisible=False)
-    assert elements(whole)["host"] == 38_400  # six groups
+    assert elements(whole)[ON_HOST] == 38_400  # six groups
 
 
 def test_a_budget_for_each_kind() -> None:
     budgets = {"optimizer": 64 * 12, "params": "25.6kB", "gradients": 6400 * 2 * 3 + 1}
     tiers = {"optimizer": "disk", "params": "host", "gradients": "disk"}
     there = placed(zero.Offload(**tiers, path="/", host_budget=budgets), (6400,) * 4, item_bytes=2)
-    assert elements(there) == {"host": 64, "disk": 4 * 6400 - 64}
-    assert [p.params for p in there] == ["host", "host", "device", "device"]
-    assert [p.gradients for p in there] == ["host", "host", "host", "disk"]
+    assert elements(there) == {ON_HOST: 64, ON_DISK: 4 * 6400 - 64}
+    assert [p.params for p in there] == [ON_HOST, ON_HOST, ON_DEVICE, ON_DEVICE]
+    assert [p.gradients for p in there] == [ON_HOST, ON_HOST, ON_HOST, ON_DISK]
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from tests.zero.helpers.models import (
     language_loss,
 )
 from tests.zero.helpers.training import adamw
+from zero.config.training import dtype_named
 
 
 def gathered_body(context: Context, stage: int, precision: str) -> dict[str, Any]:
@@ -22,7 +23,7 @@ def gathered_body(context: Context, stage: int, precision: str) -> dict[str, Any
     original = {n: p.detach().clone() for n, p in model.named_parameters()}
     config = zero.Config(stage=stage, precision=precision, timeout=10)
     engine = zero.initialize(model, adamw(model), config)
-    dtype = config.dtype or torch.float32
+    dtype = dtype_named(config.precision) or torch.float32
     result: dict[str, Any] = {}
 
     with zero.gathered(model):

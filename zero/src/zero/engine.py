@@ -27,8 +27,8 @@ from zero.integrity import Integrity
 from zero.memory.memory_report import MemoryReport
 from zero.memory.memory_tracer import MemoryTracer
 from zero.memory.placement_policy import StaticPlacementPolicy, asking_to_repeat
-from zero.memory.state_offload import StateOffload
 from zero.migration_hints import explained, missing
+from zero.optimizer.state_offload import StateOffload
 from zero.pretrained import Request, fill_engine
 from zero.sharding.selection import Selection
 from zero.sharding.sharded_unit import ShardedUnit
@@ -173,7 +173,7 @@ class Engine:
         self._boundary.step()
         self.steps += 1
         self._boundary.after_step()
-        if not self._state_checked and self._boundary.optimizer.has_state_of_its_own:
+        if not self._state_checked and self._boundary.optimizer.has_state_beside:
             self._state_checked = True
             self._checkpoints.check_state()
         return True

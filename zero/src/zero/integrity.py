@@ -17,8 +17,8 @@ from zero.sharding.parameter_checks import ParameterChecks
 from zero.sharding.sharded_unit import ShardedUnit
 
 if TYPE_CHECKING:
-    from zero.memory.state_offload import StateOffload
     from zero.optimizer.sharded_optimizer import ShardedOptimizer
+    from zero.optimizer.state_offload import StateOffload
 
 
 class Integrity:
@@ -46,7 +46,7 @@ class Integrity:
     def snapshot_versions(self) -> None:
         """Record that weights and masters have the same values now; changes from here on are reported."""
         self._parameter_checks.snapshot_versions()
-        self._optimizer.snapshot_versions()
+        self._optimizer.installed.snapshot()
 
     def check_complete(self) -> None:
         """Raise UsageError after a step or a load that did not complete."""
@@ -65,7 +65,7 @@ class Integrity:
 
         After an interrupted step or load this is not checked: that has its own error for old values.
         """
-        if not self.interrupted and (changed := self._optimizer.changed()):
+        if not self.interrupted and (changed := self._optimizer.installed.changed()):
             names = dict.fromkeys(name for written in changed.values() for name in written)
             raise UsageError(_LEFT_BEHIND.format(some(list(names))))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,9 +24,10 @@ from zero.files.dtypes import name_of
 from zero.files.manifest import is_row_major, model_key, state_key
 from zero.gradients.loss_scale import LossScale
 from zero.optimizer.joint import kind_of, kinds_of_groups
-from zero.optimizer.owned import OwnedPiece
 from zero.optimizer.piece_state import in_memory_order, is_elementwise
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
+from zero.optimizer.state_offload import StateOffload
+from zero.optimizer.stepped import SteppedPiece
 from zero.sharding import layout
 from zero.sharding.flat_group import FlatGroup
 from zero.sharding.layout import ParameterSpec, Piece
@@ -36,9 +37,6 @@ from zero.sharding.state_entries import entries_of
 from zero.tiers.joined import joined
 from zero.tiers.stored import Stored
 from zero.warning import warn
-
-if TYPE_CHECKING:
-    from zero.memory.state_offload import StateOffload
 
 
 @dataclass(frozen=True)
@@ -154,9 +152,9 @@ def check_state(engine: EngineParts) -> None:
     Of optimizers that step themselves, as only they choose what their state is.
     """
     optimizer = engine.sharded_optimizer
-    for owned in (owned for owned in optimizer.subs if owned.rule is None):
-        for piece in owned.pieces:
-            spec = owned.group.layout.specs[piece.piece.index]
+    for stepped in (stepped for stepped in optimizer.subs if stepped.rule is None):
+        for piece in stepped.pieces:
+            spec = stepped.group.layout.specs[piece.piece.index]
             for name, value in optimizer.optimizer.state.get(piece.parameter, {}).items():
                 _check_storable(name, value, spec, piece)
 
@@ -175,9 +173,9 @@ def _collect_group(engine: EngineParts, group: FlatGroup, found: RankState, chos
             continue
         found.parts.append(Part(model_key(spec.name), spec.shape, values, piece.start, stride_of(spec)))
         written[piece.index] = slice(piece.start, piece.start + piece.length)
-    pieces: dict[int, list[OwnedPiece]] = {}
-    for owned in engine.sharded_optimizer.owned.get(group, ()):
-        for mine in (piece for piece in owned.pieces if owned.name_of(piece) in chosen):
+    pieces: dict[int, list[SteppedPiece]] = {}
+    for stepped in engine.sharded_optimizer.subs_of.get(group, ()):
+        for mine in (piece for piece in stepped.pieces if stepped.name_of(piece) in chosen):
             pieces.setdefault(mine.piece.index, []).append(mine)
     for index, of_parameter in pieces.items():
         first, last = of_parameter[0].piece, of_parameter[-1].piece
@@ -203,7 +201,7 @@ def _written_by(group: FlatGroup, rank: int, ranks: int) -> Sequence[Piece]:
 def _collect_state(
     engine: EngineParts,
     spec: ParameterSpec,
-    pieces: Sequence[OwnedPiece],
+    pieces: Sequence[SteppedPiece],
     window: slice,
     found: RankState,
 ) -> None:
@@ -232,7 +230,7 @@ def _told(name: str, spec: ParameterSpec) -> str:
     return f"optimizer state {name!r} of {spec.name!r}"
 
 
-def _check_storable(name: str, value: Any, spec: ParameterSpec, piece: OwnedPiece) -> None:
+def _check_storable(name: str, value: Any, spec: ParameterSpec, piece: SteppedPiece) -> None:
     """Raise StateError for a value of a piece's state that a checkpoint cannot hold."""
     try:
         if not isinstance(value, (Tensor, Stored)):
@@ -252,7 +250,7 @@ def _kind(value: Tensor) -> str:
     return f"{type(value).__name__} ({value.dtype}, {value.layout})"
 
 
-def _check_whole(name: str, value: Tensor, spec: ParameterSpec, piece: OwnedPiece) -> None:
+def _check_whole(name: str, value: Tensor, spec: ParameterSpec, piece: SteppedPiece) -> None:
     if value.dim() and piece.piece.length < spec.numel and not is_elementwise(name, value, piece.parameter):
         raise StateError(
             f"{_told(name, spec)} has shape {tuple(value.shape)} for "

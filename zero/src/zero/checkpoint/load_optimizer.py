@@ -18,9 +18,8 @@ from zero.files.dtypes import TORCH
 from zero.files.manifest import Manifest, ParameterEntry, TensorEntry, model_key, state_key
 from zero.files.names import is_floating, raise_for
 from zero.optimizer.joint import kind_of, kinds_of_groups, members
-from zero.optimizer.owned import OwnedPiece, OwnedSubGroup
 from zero.optimizer.piece_state import in_memory_order, moved
-from zero.optimizer.pieces import home_of
+from zero.optimizer.stepped import SteppedPiece, SteppedSubGroup
 from zero.optimizer.stepping import goes_by_element
 from zero.sharding.layout import ParameterSpec
 from zero.tiers.values import changing
@@ -64,11 +63,11 @@ class OptimizerLoad:
             )
         missing: dict[str, None] = {}  # a parameter may have several pieces
         other: dict[str, None] = {}
-        for owned, piece, spec, entry in self._pieces():
+        for stepped, piece, spec, entry in self._pieces():
             if entry is None and spec.name in self._sources:
                 missing[spec.name] = None
             elif entry is not None and not self._state_fits(
-                entry, piece, spec.numel, owned.count is not None
+                entry, piece, spec.numel, stepped.count is not None
             ):
                 other[f"{spec.name} ({', '.join(entry.state)})"] = None
         raise_for(
@@ -114,7 +113,7 @@ class OptimizerLoad:
                     own[name], saved[name] = self._engine.param_group_of[parameter], entry.group
         return match_groups(own, saved, len(self._optimizer.param_groups))
 
-    def _state_fits(self, entry: ParameterEntry, piece: OwnedPiece, numel: int, kernel: bool) -> bool:
+    def _state_fits(self, entry: ParameterEntry, piece: SteppedPiece, numel: int, kernel: bool) -> bool:
         assert entry.group is not None
         kinds = kinds_of_groups(self._optimizer)
         if self._saved_kinds[entry.group] != kinds[piece.param_group]:
@@ -137,7 +136,7 @@ class OptimizerLoad:
         return [goes_by_element(optimizer) for optimizer in each for _ in optimizer.param_groups]
 
     def _kernel_takes(
-        self, piece: OwnedPiece, entry: ParameterEntry, tensors: Mapping[str, TensorEntry]
+        self, piece: SteppedPiece, entry: ParameterEntry, tensors: Mapping[str, TensorEntry]
     ) -> bool:
         """Whether the checkpoint has the state of a kernel: numbers for each element, and the step."""
         mine = set(self._optimizer.state[piece.parameter])
@@ -149,49 +148,51 @@ class OptimizerLoad:
 
     def fill(self) -> None:
         """Fill the state of this rank's pieces, and the options of the param_groups."""
-        for owned, piece, _, entry in self._pieces():
+        for stepped, piece, _, entry in self._pieces():
             if entry is not None:
-                self._fill_piece(owned, piece, entry)
-            if owned.count is not None:
+                self._fill_piece(stepped, piece, entry)
+            if stepped.count is not None:
                 self._note_steps(piece)
         for own, saved in self._options.items():
             take(self._optimizer.param_groups[own], saved)
 
-    def _pieces(self) -> Iterator[tuple[OwnedSubGroup, OwnedPiece, ParameterSpec, ParameterEntry | None]]:
+    def _pieces(self) -> Iterator[tuple[SteppedSubGroup, SteppedPiece, ParameterSpec, ParameterEntry | None]]:
         """This rank's pieces, with their parameters and these in the checkpoint: None if it has no state."""
-        for owned in self._engine.sharded_optimizer.subs:
-            for piece in owned.pieces:
-                spec = owned.group.layout.specs[piece.piece.index]
-                yield owned, piece, spec, self._with_state(spec.name)
+        for stepped in self._engine.sharded_optimizer.subs:
+            for piece in stepped.pieces:
+                spec = stepped.group.layout.specs[piece.piece.index]
+                yield stepped, piece, spec, self._with_state(spec.name)
 
-    def _note_steps(self, piece: OwnedPiece) -> None:
+    def _note_steps(self, piece: SteppedPiece) -> None:
         """Let all pieces with equal steps, loaded or not, share a kernel call."""
         state = self._optimizer.state[piece.parameter]
         if "step" in state:
             piece.history = hash(("loaded", float(state["step"])))
 
-    def _fill_piece(self, owned: OwnedSubGroup, piece: OwnedPiece, entry: ParameterEntry) -> None:
+    def _fill_piece(self, stepped: SteppedSubGroup, piece: SteppedPiece, entry: ParameterEntry) -> None:
         state = self._optimizer.state[piece.parameter]
-        if owned.count is None:
+        if stepped.count is None:
             state.clear()  # state that the checkpoint lacks did not exist yet
         elif not entry.state:  # never stepped, for which a kernel's state is zero
             for value in state.values():
                 with changing(value) as values:
                     values.zero_()
         for key in entry.state:
-            self._fill_state(key, owned, piece, entry)
-        for key, value in entry.values.items() if owned.count is None else ():
-            state[key] = moved(key, self._reader.decode(value), piece.parameter, home_of(owned))
+            self._fill_state(key, stepped, piece, entry)
+        for key, value in entry.values.items() if stepped.count is None else ():
+            state[key] = moved(key, self._reader.decode(value), piece.parameter, stepped.master.device)
 
-    def _fill_state(self, key: str, owned: OwnedSubGroup, piece: OwnedPiece, entry: ParameterEntry) -> None:
+    def _fill_state(
+        self, key: str, stepped: SteppedSubGroup, piece: SteppedPiece, entry: ParameterEntry
+    ) -> None:
         name, parameter = state_key(key, entry.name), piece.parameter
         tensor, state = self._manifest.tensors[name], self._optimizer.state[parameter]
         if self._sharded(key, entry, tensor):
             if key not in state:
-                dtype, device = TORCH[tensor.dtype], home_of(owned)
+                dtype, device = TORCH[tensor.dtype], stepped.master.device
                 shape, strides = parameter.shape, parameter.stride()
                 state[key] = torch.empty_strided(shape, strides, dtype=dtype, device=device)
-            stride = stride_of(owned.group.layout.specs[piece.piece.index])
+            stride = stride_of(stepped.group.layout.specs[piece.piece.index])
             with changing(in_memory_order(state[key], parameter)) as target:
                 self._reader.fill(name, target, piece.piece.start, stride)
         elif key in state:
@@ -199,7 +200,7 @@ class OptimizerLoad:
         else:
             options = self._optimizer.param_groups[piece.param_group]
             host = key == "step" and not (options.get("capturable") or options.get("fused"))
-            state[key] = self._reader.whole(name).to(HOST if host else home_of(owned))
+            state[key] = self._reader.whole(name).to(HOST if host else stepped.master.device)
 
     def _sharded(self, key: str, entry: ParameterEntry, tensor: TensorEntry) -> bool:
         """Whether a state tensor has one value per element of its parameter."""

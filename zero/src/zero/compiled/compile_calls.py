@@ -20,6 +20,7 @@ from zero.config.training import Config
 from zero.optimizer.record_streamer import RecordStreamer
 from zero.sharding.sharded_unit import ShardedUnit
 from zero.tiers.stores import Stores
+from zero.tiers.tier import wanted
 from zero.training_pass.training_pass import TrainingPass
 
 
@@ -33,19 +34,19 @@ def compile_calls(
     training_pass: TrainingPass,
 ) -> CompiledModel:
     """Make calls of `module` run through torch.compile, as `config.compile` says."""
-    settings = config.compiling
+    settings = config.compile
     assert settings is not None
-    accumulates, on_disk = config.gradient_accumulation_steps > 1, config.tiers.params == "disk"
+    accumulates, on_disk = config.gradient_accumulation_steps > 1, wanted(config.offload, "params").stored
     runtime = Runtime(units, stores.accelerator, training_pass, record_streamer)
     facts = gather_facts(runtime.handle, units, record_streamer, accumulates)
     rank = communicator.group.rank
     backend = ShardingBackend(facts, runtime.parameters, settings, _leaving(config, stores), rank)
-    persistence = Persistence(runtime, stores.accelerator, communicator, settings.persist)
+    persistence = Persistence(runtime, stores.accelerator, communicator, settings.persist_budget)
     around = communicator.together if on_disk else nullcontext
     return CompiledModel(module, runtime, backend, persistence, training_pass, around, rank)
 
 
 def _leaving(config: Config, stores: Stores) -> float:
     """The part of the activations that leaves the device, from 0 to 1."""
-    leave = stores.resolve(config.tiers.activations) == "host"
-    return config.tiers.part("activations") if leave else 0.0
+    leaves = not wanted(config.offload, "activations").on(stores.accelerator).near
+    return config.offload.part("activations") if leaves else 0.0

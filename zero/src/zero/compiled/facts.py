@@ -98,7 +98,7 @@ def _of_unit(unit: ShardedUnit, record_streamer: RecordStreamer, accumulates: bo
         elements[group.dtype] += group.layout.numel
         if group.gather_options.quant_dtype is not None:
             rounded[group.dtype] += group.layout.numel
-    near = any(group.placement.gradients == "device" for group in unit.groups if group.trainable)
+    near = any(group.placement.gradients.near for group in unit.groups if group.trainable)
     slices = unit.groups[0].shards if near and not accumulates else 0
     return UnitFacts(
         unit.name, unit.resident, elements, unit.away, record_streamer.nbytes(unit), slices, rounded

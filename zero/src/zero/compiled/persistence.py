@@ -19,7 +19,7 @@ from accelz import Accelerator
 from zero.communication.communicator import Communicator
 from zero.compiled.ops import ALLGATHER, RELEASE, WAIT
 from zero.compiled.runtime import Gathered, Profile, Runtime
-from zero.memory.balance import usable
+from zero.tiers.room import usable
 
 WARM_UP = 2  # steps before: graphs are compiled, and offload="auto" places optimizer state
 WATCHED = 2  # steps

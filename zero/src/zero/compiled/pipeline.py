@@ -77,7 +77,7 @@ def _streams_optimizer(graph: ShardedGraph) -> bool:
 
 
 def _begin_ahead(graph: ShardedGraph, settings: Compile) -> dict[str, int]:
-    counts = {"prefetch": prefetch(graph, settings.prefetch_bytes)}
+    counts = {"prefetch": prefetch(graph, settings.prefetch_budget)}
     if any(unit.away for unit in graph.facts.units):
         counts |= {"reload_parameters": reload_parameters(graph)}
     return counts

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, field_validator
+from pydantic import field_validator
 
-from zero.config.validated import Bytes, Validated
+from zero.config.validated import Bytes, Converted, Validated, held
 
 
 class Compile(Validated):
@@ -26,8 +26,8 @@ class Compile(Validated):
 
     inner: Literal["inductor", "aot_eager"] = "inductor"
     fuse_casts: bool = True
-    prefetch_budget: Bytes | None = Field(default=None, ge=0)
-    persist_budget: Literal["auto"] | Bytes = 0
+    prefetch_budget: Converted[Bytes | None, int | str | None] = held(None, ge=0)
+    persist_budget: Converted[Literal["auto"] | Bytes, int | str] = held(0)
     dynamic: bool | None = None
 
     @field_validator("persist_budget")
@@ -36,14 +36,3 @@ class Compile(Validated):
         if isinstance(value, int) and value < 0:
             raise ValueError("must be 'auto' or a number of bytes, at least 0")
         return value
-
-    @property
-    def prefetch_bytes(self) -> int | None:
-        """`prefetch_budget` in bytes."""
-        assert not isinstance(self.prefetch_budget, str)
-        return self.prefetch_budget
-
-    @property
-    def persist(self) -> Literal["auto"] | int:
-        """`persist_budget` in bytes, or "auto"."""
-        return self.persist_budget if isinstance(self.persist_budget, int) else "auto"

@@ -256,11 +256,8 @@ def _precision(leaves: _Leaves) -> dict[str, Any]:
     for path, ours in SCALING.items():
         if leaves.take(path, ours) != ours and fixed is None:
             leaves.problem(f"{path!r}: {HINTS[path]}")
-    return {
-        "precision": "fp16",
-        "loss_scale": fixed,
-        "loss_scale_window": leaves.take("fp16.loss_scale_window", 1000),
-    }
+    window = {"loss_scale_window": leaves.take("fp16.loss_scale_window", 1000)}
+    return {"precision": "fp16", **window, **({} if fixed is None else {"loss_scale": fixed})}
 
 
 def _offload(leaves: _Leaves, zero: str) -> Offload | None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
 from zero.config.paths import as_path
-from zero.config.validated import Validated, as_bytes
+from zero.config.validated import Converted, Validated, as_bytes, held
 
 Tier = Literal["device", "host", "disk"]
 Kind = Literal["optimizer", "params", "gradients", "activations"]
@@ -67,15 +67,17 @@ class Offload(Validated):
         if no parameter is bf16.
     """
 
+    measured: ClassVar[bool] = False
+
     optimizer: Tier = "device"
     step: Literal["host", "device"] = "host"
     params: Tier = "device"
     gradients: Tier | None = None
     activations: Literal["device", "host"] = "device"
-    fraction: Parts | float | Mapping[str, float] = Parts()
-    host_budget: Budgets | int | str | Mapping[str, int | str] | None = Budgets()
+    fraction: Converted[Parts, Parts | float | Mapping[str, float]] = held(Parts())
+    host_budget: Converted[Budgets, Budgets | int | str | Mapping[str, int | str] | None] = held(Budgets())
     sub_group_size: int = Field(default=1 << 24, ge=1)
-    path: Path | str | None = None
+    path: Converted[Path | None, Path | str | None] = held(None)
     compact: bool = False
 
     @field_validator("fraction", mode="before")
@@ -148,6 +150,11 @@ class Offload(Validated):
         if self.compact:
             raise ValueError("compact applies to masters on disk: keep compact=False or step='host'")
 
+    @property
+    def streams(self) -> bool:
+        """Whether records on the host come to the device for their step."""
+        return self.step == "device"
+
     def part(self, kind: Kind) -> float:
         """Fraction, of 1, of a kind of state that leaves the device if the kind is not set to stay there."""
         part = self._fraction(kind)
@@ -155,17 +162,17 @@ class Offload(Validated):
 
     def budget(self, kind: Kind) -> int | None:
         """Bytes of host memory for a kind of state; None: not given."""
-        assert isinstance(self.host_budget, Budgets)
         budget: int | None = getattr(self.host_budget, kind, None)
         return budget
 
-    @property
-    def folder(self) -> Path | None:
-        """`path` as a Path."""
-        assert not isinstance(self.path, str)
-        return self.path
-
     def _fraction(self, kind: Kind) -> float | None:
-        assert isinstance(self.fraction, Parts)
         part: float | None = getattr(self.fraction, kind)
         return part
+
+
+class MeasuredOffload(Offload):
+    """What offload="auto" begins with, until it has measured."""
+
+    measured: ClassVar[bool] = True
+
+    optimizer: Tier = "host"

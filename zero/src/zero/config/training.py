@@ -6,16 +6,20 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_serializer, field_validator, model_validator
 from torch import nn
 
 from zero.config.compilation import Compile
-from zero.config.offload import Offload
-from zero.config.validated import Validated
+from zero.config.offload import MeasuredOffload, Offload
+from zero.config.validated import Converted, Validated, held
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-CODES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
-_NOTHING, _AUTO = Offload(), Offload(optimizer="host")  # made once: every forward asks for one
+DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "int8": torch.int8,
+    "fp8": torch.float8_e4m3fn,
+}
 ParameterRule = tuple[str, ...] | Callable[[str, nn.Parameter], bool]
 UnitRule = Literal["auto"] | tuple[type[nn.Module] | str, ...] | Callable[[str, nn.Module], bool]
 
@@ -87,8 +91,8 @@ class Config(Validated):
     prefetch: int = Field(default=1, ge=0)
     cast_inputs: bool = True
     cast_buffers: bool = False
-    offload: Offload | Literal["auto"] | None = None
-    compile: Compile | bool | None = None
+    offload: Converted[Offload, Offload | Literal["auto"] | None] = held(Offload())
+    compile: Converted[Compile | None, Compile | bool | None] = held(None)
     timeout: float = Field(default=600.0, gt=0, allow_inf_nan=False)
     outlive_launcher: bool = False
 
@@ -120,7 +124,11 @@ class Config(Validated):
     def _as_offload(cls, value: Any) -> Any:
         if isinstance(value, str) and value != "auto":
             raise ValueError("must be 'auto', or say what leaves the device: zero.Offload(optimizer='host')")
-        return value
+        return MeasuredOffload() if value == "auto" else Offload() if value is None else value
+
+    @field_serializer("offload")
+    def _as_given(self, offload: Offload) -> Any:
+        return "auto" if offload.measured else offload if offload.model_fields_set else None
 
     @field_validator("compile", mode="before")
     @classmethod
@@ -133,6 +141,12 @@ class Config(Validated):
         if isinstance(value, float) and not 0 < value < float("inf"):
             raise ValueError("must be 'dynamic' or a positive, finite number")
         return value
+
+    @model_validator(mode="after")
+    def _fp16_is_scaled(self) -> Config:
+        if self.precision == "fp16" and self.loss_scale is None:
+            self.__dict__["loss_scale"] = "dynamic"  # which is not given, so a copy need not have it
+        return self
 
     @model_validator(mode="after")
     def _gathers_to_change(self) -> Config:
@@ -157,38 +171,15 @@ class Config(Validated):
 
     @model_validator(mode="after")
     def _offload_fits_the_stage(self) -> Config:
-        if self.tiers.params != "device" and self.stage < 3:
+        if self.offload.params != "device" and self.stage < 3:
             raise ValueError("offload: below stage 3 the parameters stay whole on the device; set stage=3")
-        if self.tiers.activations != "device" and self.compiling is None:
+        if self.offload.activations != "device" and self.compile is None:
             raise ValueError("offload: activations are offloaded only in compiled graphs; set compile=True")
-        if self.tiers.compact and self.precision not in ("bf16", "model"):
+        if self.offload.compact and self.precision not in ("bf16", "model"):
             raise ValueError("offload: compact splits masters of bf16 parameters; set precision='bf16'")
         return self
 
-    @property
-    def tiers(self) -> Offload:
-        """`offload` as settings; for "auto", the settings that it begins with."""
-        if self.offload == "auto":
-            return _AUTO
-        return self.offload or _NOTHING
 
-    @property
-    def compiling(self) -> Compile | None:
-        """`compile` as settings; None if the model is not compiled."""
-        assert not isinstance(self.compile, bool)
-        return self.compile
-
-    @property
-    def codes(self) -> torch.dtype | None:
-        """The dtype of `gather_dtype`."""
-        return None if self.gather_dtype is None else CODES[self.gather_dtype]
-
-    @property
-    def scaling(self) -> float | str | None:
-        """The loss scale that applies with this `precision`; None for no scale."""
-        return self.loss_scale or ("dynamic" if self.precision == "fp16" else None)
-
-    @property
-    def dtype(self) -> torch.dtype | None:
-        """The dtype of `precision`; None for "model"."""
-        return DTYPES.get(self.precision)
+def dtype_named(word: str | None) -> torch.dtype | None:
+    """The dtype that a setting names; None for "model" and where nothing is set."""
+    return None if word is None else DTYPES.get(word)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import difflib
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Generic, Self, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from zero.config import sizes
 from zero.errors import ConfigError, UsageError
@@ -22,6 +23,11 @@ class Validated(BaseModel):
         except ValidationError as error:
             raise ConfigError(_explain(type(self), error)) from None
 
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """A copy with other values, which are validated too."""
+        given = {name: getattr(self, name) for name in self.model_fields_set}
+        return type(self)(**{**given, **(update or {})})
+
 
 def as_bytes(value: Any) -> Any:
     """Convert a size such as "8GiB" to a number; return anything but text unchanged. Raises ValueError."""
@@ -33,11 +39,30 @@ def as_bytes(value: Any) -> Any:
         raise ValueError(str(error)) from None
 
 
+Bytes = Annotated[int, BeforeValidator(as_bytes)]
+"""A number of bytes; a size such as "8GiB" becomes one."""
+Held = TypeVar("Held")
+Given = TypeVar("Given")
+
 if TYPE_CHECKING:
-    Bytes = int | str  # what a caller may pass
+
+    class Converted(Generic[Held, Given]):
+        """A field that may be given as `Given`, and holds `Held`."""
+
+        def __get__(self, instance: object, owner: type) -> Held: ...
+
+        def __set__(self, instance: object, value: Given) -> None: ...
+
 else:
-    Bytes = Annotated[int, BeforeValidator(as_bytes)]  # what the field holds after validation
-"""A number of bytes, or a size such as "8GiB"."""
+
+    class Converted:
+        def __class_getitem__(cls, types):
+            return types[0]
+
+
+def held(default: Any, **limits: Any) -> Any:
+    """The default of a converted field, as it is held."""
+    return Field(default=default, **limits)
 
 
 def _explain(kind: type[BaseModel], error: ValidationError) -> str:

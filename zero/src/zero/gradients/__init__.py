@@ -2,7 +2,6 @@
 
 Modules, lowest first:
 
-stand_in                what `param.grad` is between backward and step
 loss_scale              for fp16
 reduced_slice           what is left of a group's gradients, in its tier
 group_gradients         a group's whole buffer while backward runs

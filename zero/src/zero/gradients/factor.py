@@ -17,7 +17,7 @@ from zero.communication.job import Mesh
 from zero.config.training import Config
 from zero.gradients.loss_scale import LossScale
 from zero.gradients.reducer import GradientReducer
-from zero.gradients.stand_in import Multiplier
+from zero.sharding.stand_in import Multiplier
 from zero.tiers.room import scalars
 
 _EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_

@@ -46,7 +46,7 @@ class GradientPolicy:
             steps=config.gradient_accumulation_steps,
             local=config.accumulate == "local" or config.stage == 1 or world_size == 1,
             reduce_dtype=DTYPES[config.reduce_dtype] if config.reduce_dtype and world_size > 1 else None,
-            fixed_tiers=config.offload != "auto",
+            fixed_tiers=not config.offload.measured,
         )
 
     def whole_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -85,7 +85,7 @@ class GroupGradients:
         self.locally_used: set[int] = set()
         self.used: set[int] = set()
         self.reduced = False
-        self.two_hops = policy.fixed_tiers and group.placement.gradients == "device"
+        self.two_hops = policy.fixed_tiers and group.placement.gradients.near
         self.total = False
         self.whole: FlatBuffer | None = None
         self._stores = stores

@@ -36,7 +36,7 @@ class LossScale:
     @classmethod
     def of(cls, config: Config, accelerator: Accelerator) -> LossScale | None:
         """The loss scale that the settings ask for; None if they ask for none."""
-        scale = config.scaling
+        scale = config.loss_scale
         if scale is None:
             return None
         dynamic = isinstance(scale, str)

@@ -28,8 +28,7 @@ class ReducedSlice:
         self._stores = stores
         self._widen = widen
         self._values: Values | None = None
-        on_disk = group.placement.gradients == "disk"
-        self._place = stores.on_disk(group.layout.shard_numel, dtype) if on_disk else None
+        self._place = group.placement.gradients.place(stores, group.layout.shard_numel, dtype)
         self._host_copy: HostCopy | None = None  # on its way, not yet added
 
     @property
@@ -66,7 +65,7 @@ class ReducedSlice:
 
     def add(self, slice_: Tensor) -> None:
         """Add the slice that a micro-batch left on the device. The caller drops it."""
-        if self._group.placement.gradients == "device":
+        if self._group.placement.gradients.near:
             self._fold(slice_)
             return
         self.find()  # the previous one has had a whole micro-batch to land
@@ -74,7 +73,7 @@ class ReducedSlice:
             self._fold(slice_)
         else:
             self._host_copy = self._stores.carrier.to_host(slice_)
-            if self._group.placement.gradients == "disk":
+            if self._group.placement.gradients.stored:
                 self.find()  # host memory is short too
 
     def is_in(self, buffer: Tensor) -> bool:

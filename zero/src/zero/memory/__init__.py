@@ -6,7 +6,6 @@ memory_report           device memory over a step, for people
 memory_tracer           follows it
 temporaries, forecast   what an update takes beside state; the peak with other state on the device
 oom_retry               an operation that found no room, repeated
-balance                 `offload="auto"`
-placement_policy        state stays where it is, or is balanced
-state_offload           all state out of the device for a while
+placement_policy        state stays where it is
+balance                 state is moved by measurement: `offload="auto"`
 """

@@ -10,70 +10,96 @@ ranks are alike again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from typing import Any
 
 import torch
+from torch import nn
 
-from accelz import Accelerator
 from zero.communication.communicator import Communicator
-from zero.config.offload import Tier
 from zero.config.sizes import human
 from zero.gradients.reducer import GradientReducer
 from zero.memory.forecast import Forecast
 from zero.memory.memory_report import MemoryReport
 from zero.memory.memory_tracer import MemoryTracer
 from zero.memory.oom_retry import OomRetry
-from zero.optimizer.owned import OwnedSubGroup
+from zero.memory.placement_policy import StaticPlacementPolicy, asking_to_repeat
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
+from zero.optimizer.stepped import SteppedSubGroup
 from zero.sharding.lifetime import weakly
+from zero.sharding.sharded_unit import ShardedUnit
+from zero.tiers.room import usable
 from zero.tiers.stores import Stores
+from zero.tiers.tier import ON_DEVICE, ON_HOST, Tier
 from zero.warning import warn
 
 MEASURED_STEPS = 2  # the second is the first to gather ahead, and has one record of each kind near
-SAFETY_EXACT = 0.02  # of the capacity, kept free where memory is counted to the byte
-SAFETY = 0.1  # elsewhere: caches, fragments, and what others take
 
 
-class Balancer:
-    """Moves records between host and device, between steps and when a step runs out of memory.
+class AutoPlacementPolicy(StaticPlacementPolicy):
+    """Moves records between host and device, between steps and when a step runs out of memory, and repeats
+    what has found no room once they have made some.
 
-    predicted_peak: bytes of the device that steps need from now on, by calculation; 0 before the plan.
-    oom_retry: repeats operations that have found no room.
+    watched: modules whose operations are repeated one by one, by `oom_retry`.
     """
 
     def __init__(
         self,
         stores: Stores,
+        units: Sequence[ShardedUnit],
         communicator: Communicator,
         tracer: MemoryTracer,
         optimizer: ShardedOptimizer,
         reducer: GradientReducer,
+        watched: Iterable[nn.Module],
     ) -> None:
-        self.predicted_peak = 0
-        self._accelerator = stores.accelerator
+        super().__init__(stores)
+        self._units = units
         self._communicator = communicator
         self._tracer = tracer
         self._optimizer = optimizer
         self._reducer = reducer
         self._forecast = Forecast(optimizer, reducer, stores.accelerator.kernels.chunk)
-        self._agreed: list[OwnedSubGroup] = []  # that all ranks want on the device
-        self._near: list[OwnedSubGroup] = []  # the first of these, which are there
+        self._agreed: list[SteppedSubGroup] = []  # that all ranks want on the device
+        self._near: list[SteppedSubGroup] = []  # the first of these, which are there
         self._steps = 0
         self._seen: MemoryReport | None = None
         self._before = 0  # the highest point since records last moved, from before the state was away
+        self._watched = tuple(dict.fromkeys(watched))
         self.oom_retry = OomRetry(self._accelerator, weakly(self._relieve_all), weakly(self._movable))
-        self._useful = stores.resolve("host") == "host"
-        self._warm_up = MEASURED_STEPS + any(owned.rule is None for owned in optimizer.subs)
+        self.oom_retry.watch(self._watched)
+        self._useful = not stores.host.near
+        self._warm_up = MEASURED_STEPS + any(stepped.rule is None for stepped in optimizer.subs)
         if self._useful:
             tracer.steps = self._warm_up
+
+    def forward(
+        self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], recover: Callable[[], None]
+    ) -> Any:
+        before = self._accelerator.rng.get_state()
+        try:
+            return module(*args, **kwargs)
+        except torch.OutOfMemoryError as error:
+            for unit in self._units:
+                unit.release()  # what was gathered ahead; the forward's hooks have released the rest
+            self.make_room(error)
+            if self._communicator.group.size > 1:
+                recover()
+                raise asking_to_repeat("forward") from error
+        self._accelerator.rng.set_state(before)
+        return module(*args, **kwargs)
+
+    def repeating(self) -> AbstractContextManager[None]:
+        return self.oom_retry.on() if self._watched else nullcontext()
 
     def before_step(self) -> None:
         """Make sure that there is room for what the step takes: an optimizer that finds none has already
         changed some values."""
         if not self._useful:
             return
-        if any(have.group.placement.gradients != "device" for have in self._reducer.all):
+        if any(not have.group.placement.gradients.near for have in self._reducer.all):
             self._reducer.land()
             self._accelerator.streams.synchronize()  # what has landed still counts until streams pass it
         missing = self._forecast.update_bytes(self._near) - self._accelerator.memory.stats().free
@@ -101,7 +127,7 @@ class Balancer:
     def _plan(self, report: MemoryReport) -> None:
         """Place records by the step that was measured: first one of each kind, then as many as fit."""
         self._forecast.learn(report, self._near)
-        largest = sorted(self._optimizer.subs, key=lambda owned: -owned.group.layout.shard_numel)
+        largest = sorted(self._optimizer.subs, key=lambda stepped: -stepped.group.layout.shard_numel)
         if self._steps == 1:
             self._place(self._fitting(report, largest, probes=1))
         else:
@@ -111,20 +137,18 @@ class Balancer:
         self._count_anew()
 
     def pause(self) -> None:
-        """The state leaves the device: until `resume`, others use its memory."""
         self._before = max(self._before, self._accelerator.memory.stats().peak)
 
     def resume(self) -> None:
-        """The state is back."""
         self._accelerator.memory.reset_peak()
 
     def relieve(self, nbytes: int) -> int:
         """Move records to the host until `nbytes` are free, on this rank alone; returns the bytes moved."""
         freed = 0
         while self._near and freed < nbytes:
-            owned = self._near.pop()
-            freed += self._forecast.records_bytes([owned])
-            self._move(owned, "host")
+            stepped = self._near.pop()
+            freed += self._forecast.records_bytes([stepped])
+            self._move(stepped, ON_HOST)
         if freed:
             self._accelerator.memory.trim()
             self._count_anew()  # the next steps tell how much may come back
@@ -143,38 +167,38 @@ class Balancer:
         return self.relieve(self._accelerator.memory.stats().capacity)
 
     def _fitting(
-        self, report: MemoryReport, candidates: Sequence[OwnedSubGroup], probes: int
-    ) -> list[OwnedSubGroup]:
+        self, report: MemoryReport, candidates: Sequence[SteppedSubGroup], probes: int
+    ) -> list[SteppedSubGroup]:
         """Up to `probes` sub-groups that kernels step, and as many others, for which every rank's device has
         room."""
         limit, places = usable(self._accelerator), self._optimizer.subs
-        found: list[OwnedSubGroup] = []
-        for owned in candidates:
-            alike = [each for each in found if (each.rule is None) == (owned.rule is None)]
-            if len(alike) < probes and self._forecast.peak(report, self._near, [*found, owned]) <= limit:
-                found.append(owned)
-        mine = [places.index(owned) for owned in found]
+        found: list[SteppedSubGroup] = []
+        for stepped in candidates:
+            alike = [each for each in found if (each.rule is None) == (stepped.rule is None)]
+            if len(alike) < probes and self._forecast.peak(report, self._near, [*found, stepped]) <= limit:
+                found.append(stepped)
+        mine = [places.index(stepped) for stepped in found]
         agreed = set.intersection(*(set(theirs) for theirs in self._communicator.all_gather_object(mine)))
-        return [owned for owned in found if places.index(owned) in agreed]
+        return [stepped for stepped in found if places.index(stepped) in agreed]
 
-    def _place(self, near: list[OwnedSubGroup]) -> None:
+    def _place(self, near: list[SteppedSubGroup]) -> None:
         """Move the records that all ranks have agreed on. From the first for which this rank's device has no
         room after all, they stay on the host; the ranks then agree anew after the next step."""
-        for owned in self._near:
-            if owned not in near:
-                self._move(owned, "host")
+        for stepped in self._near:
+            if stepped not in near:
+                self._move(stepped, ON_HOST)
         self._agreed, self._near = near, []
         room = True
-        for owned in near:
-            room = room and self._found_room(owned)
+        for stepped in near:
+            room = room and self._found_room(stepped)
             if room:
-                self._near.append(owned)
+                self._near.append(stepped)
             else:
-                self._move(owned, "host")
+                self._move(stepped, ON_HOST)
 
-    def _found_room(self, owned: OwnedSubGroup) -> bool:
+    def _found_room(self, stepped: SteppedSubGroup) -> bool:
         try:
-            self._move(owned, "device")
+            self._move(stepped, ON_DEVICE)
         except torch.OutOfMemoryError:
             return False
         return True
@@ -207,15 +231,8 @@ class Balancer:
         counts = range(len(self._agreed), 0, -1)
         return next((n for n in counts if forecast(peak, self._near, self._agreed[:n]) <= limit), 0)
 
-    def _move(self, owned: OwnedSubGroup, tier: Tier) -> None:
-        self._optimizer.move(owned, tier)
-        owned.sub.tier, group = tier, owned.group
-        gradients: Tier = "device" if all(sub.tier == "device" for sub in group.subs) else "host"
+    def _move(self, stepped: SteppedSubGroup, tier: Tier) -> None:
+        self._optimizer.move(stepped, tier)
+        stepped.sub.tier, group = tier, stepped.group
+        gradients = ON_DEVICE if all(sub.tier.near for sub in group.subs) else ON_HOST
         group.placement = replace(group.placement, gradients=gradients)
-
-
-def usable(accelerator: Accelerator) -> int:
-    """Bytes of the device that may be planned with, out of what it has and what others leave of that."""
-    stats = accelerator.memory.stats()
-    safety = SAFETY_EXACT if accelerator.capabilities.counts_every_byte else SAFETY
-    return int(min(stats.capacity, stats.allocated + stats.free) * (1 - safety))

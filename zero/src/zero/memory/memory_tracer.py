@@ -122,6 +122,6 @@ class MemoryTracer:
         if (reducer := self._reducer()) is not None:
             held += DeviceBytes(gradients=reducer.device_bytes())
         if (optimizer := self._optimizer()) is not None:
-            gradients = optimizer.gradient_bytes
-            held += DeviceBytes(gradients=gradients, optimizer=optimizer.own_state_bytes())
+            gradients = optimizer.self_stepping.gradient_bytes
+            held += DeviceBytes(gradients=gradients, optimizer=optimizer.bytes_beside_records())
         return held

@@ -12,8 +12,8 @@ GUESS = 4 * SCRATCH  # bytes per element, before any was stepped on the device
 
 
 class Temporaries:
-    """Bytes by what is stepped on the device: `kernels` by the elements that a kernel works on at once, `own`
-    by all elements that optimizers step themselves.
+    """Bytes by what is stepped on the device: `kernels` by the elements that a kernel works on at once,
+    `unserved` by all elements that optimizers step themselves.
 
     Some of these optimizers work through their parameters one by one, others on all of them together. So what
     they take is assumed to grow as it did between the last two steps seen. torch's optimizers change from one
@@ -36,7 +36,7 @@ class Temporaries:
         if found := _kernel_turns(report):
             self._rate = max(0, max(found) - came) / numel
 
-    def own(self, numel: int, together: Mapping[int, int]) -> int:
+    def unserved(self, numel: int, together: Mapping[int, int]) -> int:
         """Bytes for optimizers that step `numel` elements themselves. together: by index, the elements of
         param_groups that are all on the device."""
         *others, (last, nbytes) = self._seen.items() or [(0, 0)]
@@ -48,15 +48,15 @@ class Temporaries:
         unseen = max((count for group, count in together.items() if group not in self._together), default=0)
         return max(grown, GUESS * unseen)
 
-    def learn_own(self, numel: int, together: Mapping[int, int], report: MemoryReport) -> None:
+    def learn_unserved(self, numel: int, together: Mapping[int, int], report: MemoryReport) -> None:
         """Learn from a measured step in which optimizers stepped `numel` elements themselves."""
-        if (found := _own_step(report)) is not None:
+        if (found := _unserved_turn(report)) is not None:
             self._seen.pop(numel, None)
             self._seen[numel] = found
             self._together.update(together)
 
 
-def _own_step(report: MemoryReport) -> int | None:
+def _unserved_turn(report: MemoryReport) -> int | None:
     """Bytes that optimizers that step themselves took; None if there were none."""
     return next((nbytes for unit, nbytes in _turns(report) if not unit), None)
 

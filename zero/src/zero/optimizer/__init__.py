@@ -7,14 +7,15 @@ lion, kernel_rules      which optimizers a kernel serves, and with what state; L
 stepping, checks        how each parameter is stepped; which optimizers are accepted
 piece_state, state_size what an optimizer keeps for a piece, and how much
 routes                  which rank steps a whole parameter, and what travels there and back
-owned, pieces           the sub-groups with this rank's pieces; pieces as tensors
+stepped, pieces         the sub-groups with this rank's pieces; pieces as tensors
 installed               what the user's optimizer object holds: pieces, and views of their state
 group_step              one sub-group's step by a kernel
-parameter_exchange, own_step
+parameter_exchange, self_stepping
                         steps by the optimizer itself, of slices or of whole parameters
 streamed_record, record_streamer
                         records on the host that come to the device for their step
 refused_calls, hyper_parameters
                         what the optimizer object no longer does; what schedulers change
 sharded_optimizer       all of it behind the user's optimizer object
+state_offload           all state out of the device for a while
 """

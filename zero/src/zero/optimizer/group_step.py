@@ -11,7 +11,7 @@ from torch import Tensor
 
 from accelz import Kernels
 from zero.optimizer.kernel_rules import Rule, take_step
-from zero.optimizer.owned import OwnedSubGroup
+from zero.optimizer.stepped import SteppedSubGroup
 from zero.tiers.record import Opened
 
 SCRATCH = 8  # fp32 values that a kernel may need beside each element it works on
@@ -96,19 +96,13 @@ class GroupStep:
 
 
 def plan_step(
-    rule: Rule, param_groups: Sequence[dict[str, Any]], owned: OwnedSubGroup, used: set[int]
+    rule: Rule, param_groups: Sequence[dict[str, Any]], stepped: SteppedSubGroup, used: set[int]
 ) -> GroupStep:
     """The step of a sub-group in which the parameters `used` have gradients, with the present
     hyper-parameters."""
-    missed = owned.missing(used)
+    missed = stepped.missing(used)
     calls = []
-    for first, window in owned.runs(missed):
-        group = param_groups[owned.pieces[first].param_group]
-        options = {
-            **rule.options(group),
-            "lr": float(group["lr"]),
-            "weight_decay": group["weight_decay"],
-            "maximize": group["maximize"],
-        }
+    for first, window in stepped.runs(missed):
+        options = rule.options(param_groups[stepped.pieces[first].param_group])
         calls.append(Call(first, window, options))
     return GroupStep(rule, tuple(calls), missed)

@@ -22,11 +22,15 @@ KernelOptions = Mapping[str, Any]
 class Rule:
     """How a kernel steps one kind of optimizer.
 
-    update: what it takes. options: makes the update's own settings out of a param group's.
+    serves: the optimizers' classes. update: what the kernel takes. settings: makes the update's own settings
+    out of a param group's. lacks: options of param groups that the kernel has neither the arithmetic nor the
+    state for.
     """
 
+    serves: tuple[type[Optimizer], ...]
     update: type[Update]
-    options: Callable[[KernelOptions], dict[str, Any]]
+    settings: Callable[[KernelOptions], dict[str, Any]] = lambda _: {}
+    lacks: tuple[str, ...] = ()
 
     @property
     def moments(self) -> tuple[str, ...]:
@@ -37,6 +41,50 @@ class Rule:
     def counts(self) -> bool:
         """Whether that state has a "step"."""
         return self.update.counts
+
+    def fits(self, optimizer: Optimizer) -> bool:
+        """Whether the kernel gives what `optimizer` itself would compute."""
+        groups = optimizer.param_groups
+        return type(optimizer) in self.serves and not any(g[name] for g in groups for name in self.lacks)
+
+    def check(self, group: KernelOptions) -> None:
+        """Raise OptimizerError for options of a param group that the kernel lacks; at zero.initialize, where
+        it was chosen, no group had them."""
+        for name in self.lacks:
+            if group[name]:
+                raise OptimizerError(
+                    f"{name}={group[name]} was set after zero.initialize, when no param_group had it: set it "
+                    "before zero.initialize"
+                )
+
+    def options(self, group: KernelOptions) -> dict[str, Any]:
+        """The update's settings by those of a param group. Raises OptimizerError as `check` does."""
+        self.check(group)
+        shared = {name: group[name] for name in ("weight_decay", "maximize")}
+        return {**self.settings(group), **shared, "lr": float(group["lr"])}
+
+
+def _adam(group: KernelOptions) -> dict[str, Any]:
+    return {**_betas(group), "eps": group["eps"], "decoupled": bool(group["decoupled_weight_decay"])}
+
+
+def _momentum(group: KernelOptions) -> dict[str, Any]:
+    return {"momentum": float(group["momentum"]), "nesterov": group["nesterov"]}
+
+
+def _betas(group: KernelOptions) -> dict[str, Any]:
+    beta1, beta2 = group["betas"]
+    return {"beta1": float(beta1), "beta2": float(beta2)}
+
+
+RULES = (  # in dampened SGD the first step differs, and no state says which one it is
+    Rule((torch.optim.Adam, torch.optim.AdamW), AdamWUpdate, _adam, lacks=("amsgrad",)),
+    Rule((torch.optim.SGD,), SgdUpdate, lacks=("momentum", "dampening")),
+    Rule((torch.optim.SGD,), MomentumUpdate, _momentum, lacks=("dampening",)),
+    Rule((Lion,), LionUpdate, _betas),
+)
+"""Every optimizer that kernels serve; the first rule that fits one is its."""
+SERVED = tuple(dict.fromkeys(kind for rule in RULES for kind in rule.serves))
 
 
 def take_step(kernels: Kernels, update: Update) -> None:
@@ -55,13 +103,7 @@ def rule_for(optimizer: Optimizer) -> Rule | None:
         return None
     if any(g.get("differentiable") or isinstance(g.get("lr"), Tensor) for g in groups):
         return None
-    if type(optimizer) in (torch.optim.Adam, torch.optim.AdamW):
-        return None if any(g["amsgrad"] for g in groups) else ADAM
-    if type(optimizer) is torch.optim.SGD:
-        if any(g["dampening"] for g in groups):  # the first step differs, and no state says which one it is
-            return None
-        return MOMENTUM if any(g["momentum"] for g in groups) else SGD
-    return LION if type(optimizer) is Lion else None
+    return next((rule for rule in RULES if rule.fits(optimizer)), None)
 
 
 def is_wrapped(optimizer: Optimizer) -> bool:
@@ -69,40 +111,3 @@ def is_wrapped(optimizer: Optimizer) -> bool:
     around it, to count steps, does not matter."""
     step = vars(optimizer).get("step")
     return step is not None and not hasattr(step, "_wrapped_by_lr_sched")
-
-
-def _adam(group: KernelOptions) -> dict[str, Any]:
-    _refuse_late(group, "amsgrad")
-    return {**_betas(group), "eps": group["eps"], "decoupled": bool(group["decoupled_weight_decay"])}
-
-
-def _momentum(group: KernelOptions) -> dict[str, Any]:
-    _refuse_late(group, "dampening")
-    return {"momentum": float(group["momentum"]), "nesterov": group["nesterov"]}
-
-
-def _plain(group: KernelOptions) -> dict[str, Any]:
-    _refuse_late(group, "momentum", "dampening")
-    return {}
-
-
-def _refuse_late(group: KernelOptions, *names: str) -> None:
-    """Refuse options that no group had at zero.initialize: the kernel chosen there has neither the arithmetic
-    nor the state for them."""
-    for name in names:
-        if group[name]:
-            raise OptimizerError(
-                f"{name}={group[name]} was set after zero.initialize, when no param_group had it: set it "
-                "before zero.initialize"
-            )
-
-
-def _betas(group: KernelOptions) -> dict[str, Any]:
-    beta1, beta2 = group["betas"]
-    return {"beta1": float(beta1), "beta2": float(beta2)}
-
-
-ADAM = Rule(AdamWUpdate, _adam)
-MOMENTUM = Rule(MomentumUpdate, _momentum)
-SGD = Rule(SgdUpdate, _plain)
-LION = Rule(LionUpdate, _betas)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from accelz import rebind
-from zero.optimizer.owned import OwnedPiece, OwnedSubGroup
 from zero.optimizer.piece_state import moved
 from zero.optimizer.routes import route
+from zero.optimizer.stepped import SteppedPiece, SteppedSubGroup
 from zero.optimizer.stepping import GroupStepping
 from zero.sharding.flat_group import FlatGroup
 from zero.sharding.guard import NAME_ATTRIBUTE, REASON_ATTRIBUTE, guard
@@ -19,57 +19,59 @@ from zero.sharding.layout import Piece
 from zero.tiers.stored import Stored
 
 
-def own(
+def stepped_sub_groups(
     group: FlatGroup, param_group_of: dict[nn.Parameter, int], stepping: GroupStepping
-) -> tuple[OwnedSubGroup, ...]:
+) -> tuple[SteppedSubGroup, ...]:
     """The pieces of the group that an optimizer steps, by sub-group. param_group_of: index of each
     parameter's param group.
     """
     by = stepping.stepped_by
     routes = None if by is None else route(group.layout, by, group.mesh.shards.rank)
-    return tuple(_own(OwnedSubGroup(group, sub, stepping.rule, routes), param_group_of) for sub in group.subs)
+    return tuple(
+        _with_pieces(SteppedSubGroup(group, sub, stepping.rule, routes), param_group_of) for sub in group.subs
+    )
 
 
-def _own(owned: OwnedSubGroup, param_group_of: dict[nn.Parameter, int]) -> OwnedSubGroup:
-    for piece in _pieces_of(owned):
-        index = param_group_of.get(owned.group.parameters[piece.index])
+def _with_pieces(stepped: SteppedSubGroup, param_group_of: dict[nn.Parameter, int]) -> SteppedSubGroup:
+    for piece in _pieces_of(stepped):
+        index = param_group_of.get(stepped.group.parameters[piece.index])
         if index is not None:
-            values = piece_of_master(owned, piece)
+            values = piece_of_master(stepped, piece)
             parameter = nn.Parameter(values.data)  # has its own count of changes, whatever it is a view of
             parameter.__dict__ |= {
-                NAME_ATTRIBUTE: owned.group.names[piece.index],
+                NAME_ATTRIBUTE: stepped.group.names[piece.index],
                 REASON_ATTRIBUTE: _ELSEWHERE,
             }
-            owned.pieces.append(OwnedPiece(piece, index, parameter))
-            show(owned, owned.pieces[-1])
-    return owned
+            stepped.pieces.append(SteppedPiece(piece, index, parameter))
+            show(stepped, stepped.pieces[-1])
+    return stepped
 
 
-def _pieces_of(owned: OwnedSubGroup) -> Iterable[Piece]:
-    if owned.routes is not None:
-        return owned.routes.pieces
-    found = (whole.within(owned.sub.window) for whole in owned.group.pieces)
+def _pieces_of(stepped: SteppedSubGroup) -> Iterable[Piece]:
+    if stepped.routes is not None:
+        return stepped.routes.pieces
+    found = (whole.within(stepped.sub.window) for whole in stepped.group.pieces)
     return (piece for piece in found if piece is not None)
 
 
-def piece_of_master(owned: OwnedSubGroup, piece: Piece) -> Tensor:
+def piece_of_master(stepped: SteppedSubGroup, piece: Piece) -> Tensor:
     """A view of the master; or a tensor of its shape without values, where the master is on disk, or where
     the piece is a whole parameter, which exists only during a step."""
-    master = owned.sub.kept.master
-    if isinstance(master, Stored) or owned.routes is not None:
-        return shaped(torch.empty(owned.numel, dtype=master.dtype, device="meta"), owned.group, piece)
-    return shaped(master, owned.group, piece)
+    master = stepped.record.master
+    if isinstance(master, Stored) or stepped.routes is not None:
+        return shaped(torch.empty(stepped.numel, dtype=master.dtype, device="meta"), stepped.group, piece)
+    return shaped(master, stepped.group, piece)
 
 
-def show(owned: OwnedSubGroup, piece: OwnedPiece) -> None:
+def show(stepped: SteppedSubGroup, piece: SteppedPiece) -> None:
     """Give the optimizer's parameter the values that there are between steps. Where there are none, using
     them raises an error that says so."""
-    bind(piece, piece_of_master(owned, piece.piece))
+    bind(piece, piece_of_master(stepped, piece.piece))
     if piece.parameter.is_meta:
         guard([piece.parameter])
 
 
-def bind(piece: OwnedPiece, values: Tensor) -> None:
+def bind(piece: SteppedPiece, values: Tensor) -> None:
     """Give the optimizer's parameter these values."""
     piece.parameter.__class__ = nn.Parameter
     rebind(piece.parameter, values)
@@ -84,11 +86,6 @@ _ELSEWHERE = (
 )
 
 
-def home_of(owned: OwnedSubGroup) -> torch.device:
-    """The device of a record in memory, and of the state of its pieces."""
-    return owned.sub.kept.opened().master.device
-
-
 def shaped(flat: Tensor, group: FlatGroup, piece: Piece) -> Tensor:
     """A piece of a sub-group's flat values, in the parameter's shape if it is the whole parameter."""
     part = flat[piece.shard_slice]
@@ -100,18 +97,18 @@ def shaped(flat: Tensor, group: FlatGroup, piece: Piece) -> Tensor:
     )
 
 
-def sliced(state: dict[str, Any], owned: OwnedSubGroup, piece: Piece) -> dict[str, Any]:
+def sliced(state: dict[str, Any], stepped: SteppedSubGroup, piece: Piece) -> dict[str, Any]:
     """A piece's part of a parameter's state: slices of what is element-wise, in the precision of the master,
     which is what the optimizer steps; copies of the rest."""
-    spec, device, master = owned.group.layout.specs[piece.index], home_of(owned), owned.sub.kept.master
+    spec, master = stepped.group.layout.specs[piece.index], stepped.master
     result = {}
     for key, value in state.items():
         if isinstance(value, Tensor) and value.shape == spec.shape and key != "step":
             dtype = master.dtype if value.is_floating_point() else value.dtype
-            flat = torch.empty_strided(spec.shape, spec.stride, dtype=dtype, device=device)
+            flat = torch.empty_strided(spec.shape, spec.stride, dtype=dtype, device=master.device)
             flat.copy_(value)
             part = flat.as_strided((piece.length,), (1,), piece.start)
             result[key] = part.clone() if piece.length < spec.numel else flat
         else:
-            result[key] = moved(key, value, owned.group.parameters[piece.index], device, copy=True)
+            result[key] = moved(key, value, stepped.group.parameters[piece.index], master.device, copy=True)
     return result

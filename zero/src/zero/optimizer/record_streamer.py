@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 import torch
 
 from zero.optimizer.group_step import scratch_bytes
-from zero.optimizer.owned import OwnedSubGroup
+from zero.optimizer.stepped import SteppedSubGroup
 from zero.optimizer.streamed_record import Residence, StreamedRecord
 from zero.sharding.sharded_unit import ShardedUnit
 from zero.sharding.sub_group import SubGroup
@@ -26,16 +26,16 @@ STREAM_WINDOW = 3
 class RecordStreamer:
     """The streamed records of an optimizer's sub-groups.
 
-    show(owned): makes the optimizer's views those of the present record. expected: whether units may be
+    show(stepped): makes the optimizer's views those of the present record. expected: whether units may be
     prefetched, because a step follows.
     """
 
     def __init__(
-        self, stores: Stores, owned: Sequence[OwnedSubGroup], show: Callable[[OwnedSubGroup], None]
+        self, stores: Stores, subs: Sequence[SteppedSubGroup], show: Callable[[SteppedSubGroup], None]
     ) -> None:
         self.expected = False
         self._show = show
-        streamed_subs = [mine for mine in owned if mine.sub.streamed]
+        streamed_subs = [mine for mine in subs if mine.sub.streamed]
         self._streamed: dict[SubGroup, StreamedRecord] = {}
         self._passing: list[StreamedRecord] = []  # those that came in this step, in order
         if streamed_subs:
@@ -47,10 +47,10 @@ class RecordStreamer:
     def __contains__(self, sub: SubGroup) -> bool:
         return sub in self._streamed
 
-    def in_turn(self, subs: Sequence[OwnedSubGroup]) -> Generator[Opened, None, None]:
+    def in_turn(self, subs: Sequence[SteppedSubGroup]) -> Generator[Opened, None, None]:
         """The record of each sub-group on the device, to be stepped. A record that was not prefetched goes
         back when the next one is asked for, and is back when the iterator is exhausted."""
-        turns = [self._streamed[owned.sub] for owned in subs]
+        turns = [self._streamed[stepped.sub] for stepped in subs]
         try:
             for turn, streamed in enumerate(turns):
                 self._enter(streamed)
@@ -156,7 +156,7 @@ class RecordStreamer:
         """A record has been stepped: it goes if it came in this step, or if it may not stay."""
         if streamed not in self._passing and streamed.may_keep_on_device:
             streamed.keep_on_device()
-            self._show(streamed.owned)
+            self._show(streamed.stepped)
             return
         streamed.evict()
         if streamed not in self._passing:
@@ -186,4 +186,4 @@ class RecordStreamer:
         if streamed in self._passing:
             self._passing.remove(streamed)
         if kept:
-            self._show(streamed.owned)
+            self._show(streamed.stepped)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
 from functools import partial
 from typing import Any
@@ -23,35 +23,35 @@ from torch.optim import Optimizer
 
 from accelz import HOST
 from zero.communication.communicator import Communicator
-from zero.config.offload import Tier
 from zero.errors import OptimizerError, UsageError
-from zero.gradients.group_gradients import GroupGradients
-from zero.gradients.stand_in import PieceGradient, StandIns
 from zero.optimizer.group_step import Factors, GroupStep, plan_step
 from zero.optimizer.installed import InstalledPieces
 from zero.optimizer.joint import JointOptimizer, members, name_of
 from zero.optimizer.kernel_rules import Rule, is_wrapped, rule_for
-from zero.optimizer.own_step import OwnStep
-from zero.optimizer.owned import OwnedSubGroup, StepCount, Turn
-from zero.optimizer.pieces import own
+from zero.optimizer.pieces import stepped_sub_groups
 from zero.optimizer.record_streamer import RecordStreamer
 from zero.optimizer.refused_calls import refuse_calls
+from zero.optimizer.self_stepping import SelfStepping
+from zero.optimizer.stepped import ReducedGradients, StepCount, SteppedSubGroup, Turn
 from zero.optimizer.stepping import GroupStepping
 from zero.sharding.flat_group import FlatGroup
+from zero.sharding.stand_in import PieceGradient, StandIns
 from zero.tiers.record import Opened
 from zero.tiers.room import room_for
 from zero.tiers.stores import Stores
+from zero.tiers.tier import Tier
 from zero.tiers.tracer import Tracer
 from zero.tiers.values import lasting
+from zero.tiers.weight_writer import WeightWriter
 
 
 class ShardedOptimizer:
     """Steps the masters of all trainable groups and refreshes the 16-bit shards.
 
     stepping: how each group is stepped.
-    tracer: told when a kernel has stepped a sub-group; see also `OwnStep`.
-    owned, subs: the sub-groups, by group, and all in order.
-    visits: of the records that come to the device for their step.
+    tracer: told when a kernel has stepped a sub-group; see also `SelfStepping`.
+    subs_of, subs: the sub-groups, by group, and all in order. installed: what the optimizer has of them.
+    self_stepping: steps those that no kernel does. record_streamer: brings records to the device for theirs.
     held_back: whether optimizers that step themselves took no part in the last step, because its gradients
         overflowed: the state that they keep may not exist yet.
     stand_ins: what stands for the gradients of pieces until the hooks before the step are over.
@@ -71,38 +71,35 @@ class ShardedOptimizer:
         self._stores = stores
         self._accelerator = stores.accelerator
         self._tracer = tracer
-        own_steps = [each for each in members(optimizer) if rule_for(each) is None]
         self._served = [each for each in members(optimizer) if rule_for(each) is not None]
-        self._own_step = OwnStep(own_steps, stores, communicator, tracer) if own_steps else None
-        rules = {group: stepping[group].rule for group in groups}
+        unserved = [each for each in members(optimizer) if rule_for(each) is None]
+        self.self_stepping = SelfStepping(unserved, stores, communicator, tracer)
+        self.subs_of = {group: stepped_sub_groups(group, param_group_of, stepping[group]) for group in groups}
+        self.subs = [stepped for subs in self.subs_of.values() for stepped in subs]
+        rules = [(p, stepping[group].rule) for group in groups for p in group.parameters]
         self._rules = {
-            param_group_of[p]: rule
-            for group, rule in rules.items()
-            for p in group.parameters
-            if rule is not None and p in param_group_of
+            param_group_of[p]: rule for p, rule in rules if rule is not None and p in param_group_of
         }
-        self.owned = {group: own(group, param_group_of, stepping[group]) for group in groups}
-        self.subs = [owned for subs in self.owned.values() for owned in subs]
-        self._installed = InstalledPieces(optimizer, self.subs)
-        self.record_streamer = RecordStreamer(stores, self.subs, self._installed.show)
+        self.installed = InstalledPieces(optimizer, self.subs_of)
+        self.record_streamer = RecordStreamer(stores, self.subs, self.installed.show)
         self.held_back = False
         self.stand_ins = StandIns(PieceGradient)
         self._in_step = False
         if isinstance(optimizer, JointOptimizer):
             optimizer.share_state()
-        self._installed.install()
-        for owned in self.subs:
-            if owned.rule is not None:
-                with self._room("for the optimizer state of", owned):
-                    self._make_state(owned, owned.rule)
+        self.installed.install()
+        for stepped in self.subs:
+            if stepped.rule is not None:
+                with self._room("for the optimizer state of", stepped):
+                    self._make_state(stepped, stepped.rule)
         for each in {optimizer, *members(optimizer)}:
             each.register_step_pre_hook(_callers_check(self))
             refuse_calls(each)
 
-    def step(self, gradients: Sequence[GroupGradients], scale: Tensor | None, skip: Tensor | None) -> None:
+    def step(self, gradients: Sequence[ReducedGradients], scale: Tensor | None, skip: Tensor | None) -> None:
         """Make one optimizer step. scale: 0-dim factor on the gradients. skip: 0-dim; with 1.0 the step
         changes nothing."""
-        turns = [(owned, g) for g in gradients if g.slice.present for owned in self.owned[g.group]]
+        turns = [(stepped, g) for g in gradients if g.slice.present for stepped in self.subs_of[g.group]]
         step = partial(self._step, turns, scale, skip)
         self._in_step = True
         try:
@@ -116,74 +113,60 @@ class ShardedOptimizer:
         self.deliver_changed()  # by hooks after the step
 
     @property
-    def has_state_of_its_own(self) -> bool:
+    def has_state_beside(self) -> bool:
         """Whether optimizers that step themselves have made their state, in the last step or before."""
-        return self._own_step is not None and not self.held_back
-
-    def snapshot_versions(self) -> None:
-        """See `InstalledPieces.snapshot`."""
-        self._installed.snapshot()
-
-    def changed(self) -> dict[OwnedSubGroup, list[str]]:
-        """See `InstalledPieces.changed`."""
-        return self._installed.changed()
+        return bool(self.self_stepping.optimizers) and not self.held_back
 
     def deliver_changed(self) -> None:
-        """Send the masters of `changed` sub-groups on to the weights. A step itself delivers those that it
-        changes."""
-        for owned in self.changed():
-            self.record_streamer.return_to_host(owned.sub)
-            self._stores.weight_writer(owned.sub.shard, owned.sub.kept.opened().master).deliver_master()
+        """Send the masters of sub-groups that were written to outside a step on to the weights."""
+        for stepped in self.installed.changed():
+            self.record_streamer.return_to_host(stepped.sub)
+            WeightWriter(self._stores, stepped.sub.shard, stepped.master).deliver_master()
 
     def _step(self, turns: Sequence[Turn], scale: Tensor | None, skip: Tensor | None) -> None:
-        self.held_back = self._own_step is not None and skip is not None and bool(skip)
-        if self._own_step is not None and not self.held_back:  # skipping these is decided on the host
-            mine = [(owned, have) for owned, have in turns if owned.rule is None]
-            self._own_step.run(mine, scale)
-            self._installed.snapshot(owned for owned, _ in mine)
-        served = [(owned, have) for owned, have in turns if owned.rule is not None]
+        unserved = bool(self.self_stepping.optimizers)
+        self.held_back = unserved and skip is not None and bool(skip)  # skipping these is decided on the host
+        if unserved and not self.held_back:
+            mine = [(stepped, have) for stepped, have in turns if stepped.rule is None]
+            self.self_stepping.run(mine, scale)
+            self.installed.snapshot(stepped for stepped, _ in mine)
+        served = [(stepped, have) for stepped, have in turns if stepped.rule is not None]
         _between_hooks(self._served, partial(self._kernel_step, served, Factors(scale, skip)))
 
     def _kernel_step(self, present: Sequence[Turn], factors: Factors) -> None:
         self.stand_ins.hide()
         away = factors.to(HOST) if any(map(self._is_stepped_by_host, self.subs)) else factors
-        with closing(self._in_turn([owned for owned, _ in present])) as turns:
-            for (owned, have), state in zip(present, turns, strict=True):
-                assert owned.rule is not None
-                step = plan_step(owned.rule, self.optimizer.param_groups, owned, have.used)
+        with closing(self._in_turn([stepped for stepped, _ in present])) as turns:
+            for (stepped, have), state in zip(present, turns, strict=True):
+                assert stepped.rule is not None
+                step = plan_step(stepped.rule, self.optimizer.param_groups, stepped, have.used)
                 here = factors if state.master.device == self._accelerator.device else away
-                with self._room("for the step of", owned):
-                    self._step_sub_group(owned, have, state, step, here)
-                owned.remember(step.missed)
-                self._tracer.mark("step", owned.group.unit)
+                with self._room("for the step of", stepped):
+                    self._step_sub_group(stepped, have, state, step, here)
+                stepped.remember(step.missed)
+                self._tracer.mark("step", stepped.group.unit)
 
-    def _in_turn(self, subs: Sequence[OwnedSubGroup]) -> Generator[Opened, None, None]:
+    def _in_turn(self, subs: Sequence[SteppedSubGroup]) -> Generator[Opened, None, None]:
         """Each sub-group's record in memory, in turn: read from disk through the pipeline, streamed from the
         host to the device, or where it is."""
-        stored = self._stores.pipeline.through([o.sub.kept for o in subs if o.sub.kept.tier == "disk"])
+        stored = self._stores.pipeline.through([o.sub.record for o in subs if o.sub.record.tier.stored])
         streaming = self.record_streamer.in_turn([o for o in subs if o.sub in self.record_streamer])
         with closing(stored) as read, closing(streaming) as streamed:
-            for owned in subs:
-                record = owned.sub.kept
-                if owned.sub in self.record_streamer:
+            for stepped in subs:
+                record = stepped.record
+                if stepped.sub in self.record_streamer:
                     yield next(streamed)
                 else:
-                    yield next(read) if record.tier == "disk" else record.opened()
+                    yield next(read) if record.tier.stored else record.opened()
             for _ in itertools.chain(read, streamed):  # asking once more ends the last turn
                 raise AssertionError("a record that no sub-group has")
 
-    def _is_stepped_by_host(self, owned: OwnedSubGroup) -> bool:
-        away = owned.sub.kept.tier != "device" and owned.sub not in self.record_streamer
-        return away and owned.rule is not None
+    def _is_stepped_by_host(self, stepped: SteppedSubGroup) -> bool:
+        away = not stepped.record.tier.near and stepped.sub not in self.record_streamer
+        return away and stepped.rule is not None
 
-    def _room(self, purpose: str, owned: OwnedSubGroup) -> AbstractContextManager[None]:
-        return room_for(self._accelerator, purpose, owned.group.unit, 4 * owned.sub.numel)
-
-    def first_pieces_of(self, gradients: Sequence[GroupGradients]) -> Iterable[nn.Parameter]:
-        """One piece in each param_group, of a parameter that has a gradient."""
-        return self._installed.first_of(
-            (owned, each) for each in gradients for owned in self.owned[each.group]
-        )
+    def _room(self, purpose: str, stepped: SteppedSubGroup) -> AbstractContextManager[None]:
+        return room_for(self._accelerator, purpose, stepped.group.unit, 4 * stepped.sub.numel)
 
     def check_groups(self) -> None:
         """Raise OptimizerError if param_groups have gained or lost parameters since the engine took them
@@ -195,7 +178,7 @@ class ShardedOptimizer:
                 f"the step of {name_of(*wrapped)} was replaced after zero.initialize, but a kernel steps it "
                 "and would not call the replacement: replace it before zero.initialize"
             )
-        if not self._installed.complete:
+        if not self.installed.complete:
             raise OptimizerError(
                 "the optimizer's param_groups have different parameters than at zero.initialize; give it all "
                 "parameters before that, and change only hyper-parameters later"
@@ -206,83 +189,77 @@ class ShardedOptimizer:
     def check_options(self, index: int, options: Mapping[str, Any]) -> None:
         """Raise OptimizerError if param_group `index` has a kernel that lacks one of these options."""
         if index in self._rules:
-            self._rules[index].options(options)
+            self._rules[index].check(options)
 
-    def move(self, owned: OwnedSubGroup, tier: Tier) -> None:
+    def move(self, stepped: SteppedSubGroup, tier: Tier) -> None:
         """Move a record between device memory and host memory; one on disk stays there."""
-        self._move(owned, self._stores.resolve(tier), streamed=False)
+        self._move(stepped, tier.on(self._accelerator), streamed=False)
 
     def offload_state(self) -> None:
         """Move all records to the host; those on disk stay there."""
-        for owned in self.subs:
-            self.move(owned, "host")
+        for stepped in self.subs:
+            self.move(stepped, self._stores.host)
 
     def reload_state(self) -> None:
         """Move all records to where they belong."""
-        for owned in self.subs:
-            self._move(owned, owned.sub.tier, owned.sub.streamed)
+        for stepped in self.subs:
+            self._move(stepped, stepped.sub.tier, stepped.sub.streamed)
 
     @lasting()
-    def _move(self, owned: OwnedSubGroup, tier: Tier, streamed: bool) -> None:
-        sub = owned.sub
-        if sub.kept.tier == "disk":
+    def _move(self, stepped: SteppedSubGroup, tier: Tier, streamed: bool) -> None:
+        sub = stepped.sub
+        if sub.record.tier.stored:
             return
         self.record_streamer.return_to_host(sub)  # in place of one on the device
-        old = sub.kept
-        with self._room("for the optimizer state of", owned):
-            new = self._stores.moved(old, tier, sub.shard, streamed)
+        old = sub.record
+        with self._room("for the optimizer state of", stepped):
+            new = tier.moved(self._stores, old, sub.shard, streamed)
             if new.tier == old.tier and new.master is old.master:
                 return
             there = new.opened().master.device
             device = self._accelerator.device if streamed else there
-            steps = None if owned.count is None else owned.count.steps.to(device)
-            own_state = self._installed.own_state_on(owned, there)
+            steps = None if stepped.count is None else stepped.count.steps.to(device)
+            state_beside = self.installed.state_beside_on(stepped, there)
         sub.record = new  # only now that there is room for all of it
-        if owned.count is not None and steps is not None:
-            owned.count.steps = steps
-        self._installed.show(owned)
-        self._installed.take_own_state(own_state)
+        if stepped.count is not None and steps is not None:
+            stepped.count.steps = steps
+        self.installed.show(stepped)
+        self.installed.take_state_beside(state_beside)
 
-    def moments_bytes(self, owned: OwnedSubGroup) -> int:
+    def moments_bytes(self, stepped: SteppedSubGroup) -> int:
         """Bytes of a sub-group's state besides the master, wherever it is."""
-        moments = sum(m.numel() * m.element_size() for m in owned.sub.kept.moments)
-        return moments + sum(value.nbytes for value in self._installed.own_state([owned]))
+        moments = sum(m.numel() * m.element_size() for m in stepped.record.moments)
+        return moments + sum(value.nbytes for value in self.installed.state_beside([stepped]))
 
-    def step_bytes(self, subs: Sequence[OwnedSubGroup]) -> int:
-        """Bytes that these records, which no kernel steps, are stepped with on the device; see
-        `OwnStep.bytes_for`."""
-        return 0 if self._own_step is None else self._own_step.bytes_for(subs)
-
-    def own_state_bytes(self) -> int:
+    def bytes_beside_records(self) -> int:
         """Bytes of the device in use for state besides the groups' records: for streamed ones, and for what
         the user's optimizer itself keeps, or steps."""
-        if self._own_step is None:
-            return self.record_streamer.device_bytes()
-        values, device = self._installed.own_state(self.subs), self._accelerator.device
+        values, device = self.installed.state_beside(self.subs), self._accelerator.device
         near = sum(value.nbytes for value in values if value.device == device)
-        return self.record_streamer.device_bytes() + near + self._own_step.value_bytes
+        return self.record_streamer.device_bytes() + near + self.self_stepping.value_bytes
 
-    @property
-    def gradient_bytes(self) -> int:
-        """Bytes of the device in use for fp32 gradients that the user's optimizer steps with."""
-        return 0 if self._own_step is None else self._own_step.gradient_bytes
-
-    def _make_state(self, owned: OwnedSubGroup, rule: Rule) -> None:
-        record = owned.sub.kept
-        self._stores.make_moments(record, len(rule.moments))
-        device = record.master.device if isinstance(record.master, Tensor) else HOST
-        device = self._accelerator.device if owned.sub in self.record_streamer else device
-        owned.count = StepCount(torch.zeros(len(owned.pieces), dtype=torch.float32, device=device))
-        self._installed.show_state(owned, rule)
+    def _make_state(self, stepped: SteppedSubGroup, rule: Rule) -> None:
+        record = stepped.record
+        record.tier.add_moments(self._stores, record, len(rule.moments))
+        streamed = stepped.sub in self.record_streamer
+        device = self._accelerator.device if streamed else record.tier.memory(self._accelerator)
+        stepped.count = StepCount(torch.zeros(len(stepped.pieces), dtype=torch.float32, device=device))
+        self.installed.show_state(stepped, rule)
 
     def _step_sub_group(
-        self, owned: OwnedSubGroup, have: GroupGradients, state: Opened, step: GroupStep, factors: Factors
+        self,
+        stepped: SteppedSubGroup,
+        have: ReducedGradients,
+        state: Opened,
+        step: GroupStep,
+        factors: Factors,
     ) -> None:
-        sub, device = owned.sub, state.master.device
+        sub, device = stepped.sub, state.master.device
         gradient = sub.of(have.slice.get()).to(device)
-        writer = self._stores.weight_writer(state.master if sub.shard_serves else sub.shard, state.master)
+        shard = state.master if sub.shard_serves else sub.shard
+        writer = WeightWriter(self._stores, shard, state.master)
         kernels = self._stores.kernels(device)
-        step.run(kernels, state, owned.counted.steps, gradient, factors, writer.narrow)
+        step.run(kernels, state, stepped.counted.steps, gradient, factors, writer.narrow)
         writer.deliver(step.written, factors.skip)
 
 

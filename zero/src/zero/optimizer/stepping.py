@@ -9,8 +9,7 @@ from torch.optim import Optimizer
 
 from zero.config.training import Config
 from zero.optimizer.joint import members
-from zero.optimizer.kernel_rules import Rule, rule_for
-from zero.optimizer.lion import Lion
+from zero.optimizer.kernel_rules import SERVED, Rule, rule_for
 
 LOOKS_AT_MATRICES = {"Adafactor", "Muon"}
 
@@ -67,4 +66,4 @@ def goes_by_element(optimizer: Optimizer) -> bool:
 def is_known(optimizer: Optimizer) -> bool:
     """Whether the optimizer is known to step every parameter by itself."""
     kind = type(optimizer)
-    return kind is Lion or f"{kind.__module__}.".startswith("torch.optim.")
+    return kind in SERVED or f"{kind.__module__}.".startswith("torch.optim.")

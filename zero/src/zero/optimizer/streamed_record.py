@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from accelz import Event
-from zero.optimizer.owned import OwnedSubGroup
+from zero.optimizer.stepped import SteppedSubGroup
 from zero.tiers.carrier import Carrier
 from zero.tiers.record import Opened, Record
 from zero.tiers.room import allocate
 from zero.tiers.stores import Stores
+from zero.tiers.tier import ON_DEVICE
 
 
 class Residence(Enum):
@@ -32,9 +33,9 @@ class StreamedRecord:
     """The record of one sub-group. outwards: carries records back to the host, while `stores.carrier` brings
     others."""
 
-    def __init__(self, stores: Stores, owned: OwnedSubGroup, outwards: Carrier) -> None:
+    def __init__(self, stores: Stores, stepped: SteppedSubGroup, outwards: Carrier) -> None:
         self.residence = Residence.ON_HOST
-        self.owned = owned
+        self.stepped = stepped
         self._accelerator = stores.accelerator
         self._stores = stores
         self._outwards = outwards
@@ -53,19 +54,19 @@ class StreamedRecord:
         """Whether it may stay on the device after its step. It may not where its master on the host is the
         shard, which the next gather reads."""
         master = self._host_record.opened().master
-        return self.owned.sub.shard is not master or not self._is_away(master)
+        return self.stepped.sub.shard is not master or not self._is_away(master)
 
     @property
     def kept_on_device(self) -> bool:
         """Whether the sub-group's record is the one on the device."""
-        return self._host_record is not self.owned.sub.kept
+        return self._host_record is not self.stepped.record
 
     def prefetch(self) -> None:
         """Begin to copy it to the device. Raises torch.OutOfMemoryError, having changed nothing."""
         assert self.residence is Residence.ON_HOST
         device, home = self._accelerator.device, self._values()
         near = [torch.empty_like(v, device=device) if self._is_away(v) else v for v in home]
-        self._home, self._near, self._versions = self._host_record, near, self.owned.versions()
+        self._home, self._near, self._versions = self._host_record, near, self.stepped.versions()
         for there, here in zip(home, near, strict=True):
             if here is not there:
                 self._copied = self._stores.carrier.send(there, here)
@@ -73,12 +74,11 @@ class StreamedRecord:
 
     def open(self) -> Opened:
         """The record on the device, to be stepped: work that is queued from now on finds it there."""
-        if self.residence is Residence.PREFETCHING and self._versions != self.owned.versions():
+        if self.residence is Residence.PREFETCHING and self._versions != self.stepped.versions():
             self.discard_device_copy()
         if self.residence is Residence.ON_HOST:
-            allocate(
-                self._stores, "for the optimizer state of", self.owned.group.unit, self.nbytes, self.prefetch
-            )
+            unit = self.stepped.group.unit
+            allocate(self._stores, "for the optimizer state of", unit, self.nbytes, self.prefetch)
         if self._copied is not None:
             self._accelerator.streams.current().wait(self._copied)
         self.residence = Residence.ON_DEVICE
@@ -87,7 +87,7 @@ class StreamedRecord:
     def keep_on_device(self) -> None:
         """Let the copy on the device be the sub-group's record until it has landed on the host."""
         assert self.residence is Residence.ON_DEVICE
-        self.owned.sub.record = Record("device", self._near[0], tuple(self._near[1:]))
+        self.stepped.sub.record = Record(ON_DEVICE, self._near[0], tuple(self._near[1:]))
 
     def evict(self) -> None:
         """Begin to copy it back."""
@@ -111,14 +111,14 @@ class StreamedRecord:
         self._forget()
 
     def _forget(self) -> None:
-        self.owned.sub.record = self._host_record
+        self.stepped.sub.record = self._host_record
         self.residence, self._home, self._copied = Residence.ON_HOST, None, None
         self._near.clear()
 
     @property
     def _host_record(self) -> Record:
         """The record on the host, wherever its true values are."""
-        return self._home or self.owned.sub.kept
+        return self._home or self.stepped.record
 
     def _values(self) -> list[Tensor]:
         home = self._host_record.opened()

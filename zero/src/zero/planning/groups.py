@@ -11,14 +11,13 @@ import torch
 from torch import nn
 
 from zero.communication.quantised import Quantised
-from zero.config.offload import Tier
 from zero.config.training import Config
 from zero.gradients.group_gradients import GradientPolicy
 from zero.setup.drafts import GroupDraft, UnitDraft
 from zero.sharding.gather_format import EXACT, GatherFormat
 from zero.sharding.units import PERSISTENT, ROOT
 from zero.tiers.placement import Placement
-from zero.tiers.record import DiskFormat
+from zero.tiers.tier import Tier
 from zero.tiers.values import at_least_fp32
 
 Dtype = torch.dtype | None
@@ -140,9 +139,9 @@ class PlannedGroup:
         state = math.ceil(numel * self.moments) if self.whole is None else self.whole.state
         return self.wide.itemsize * (state + numel * (not self.is_master(tier)))
 
-    def disk_sections(self, compact: bool) -> list[torch.dtype]:
+    def stored_dtypes(self, tier: Tier, compact: bool) -> list[torch.dtype]:
         """The dtype of each value that is on disk for an element of the master and moments."""
-        return DiskFormat(self.placement.moments, compact).record(self.wide, self.dtype is torch.bfloat16)
+        return tier.record_dtypes(self.wide, self.placement.moments, compact and self.dtype is torch.bfloat16)
 
 
 @dataclass(frozen=True)

@@ -7,28 +7,25 @@ from dataclasses import dataclass
 
 import torch
 
-from zero.config.offload import Tier
 from zero.config.training import Config
 from zero.gradients.group_gradients import GradientPolicy
 from zero.planning.groups import PlannedGroup, PlannedUnit
 from zero.planning.peaks import Sums, backward, building, forward, step
 from zero.tiers.device_bytes import DeviceBytes
 from zero.tiers.pipeline import BUFFERS
-from zero.tiers.record import section_bytes
-
-TIERS: tuple[Tier, ...] = ("device", "host", "disk")
+from zero.tiers.tier import ON_DEVICE, TIERS, Tier
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
     """Bytes of one rank.
 
-    rest: between steps, by tier. gradients: what is left of them from backward to step, by tier. buffers: of
-    the host, through which records on disk pass. peaks: of the device, by phase.
+    rest: between steps, by name of the tier. gradients: what is left of them from backward to step, likewise.
+    buffers: of the host, through which records on disk pass. peaks: of the device, by phase.
     """
 
-    rest: dict[Tier, DeviceBytes]
-    gradients: dict[Tier, int]
+    rest: dict[str, DeviceBytes]
+    gradients: dict[str, int]
     buffers: int
     peaks: dict[str, DeviceBytes]
 
@@ -39,11 +36,14 @@ class MemoryPlan:
 
     @property
     def host(self) -> int:
-        return self.rest["host"].total + self.gradients["host"] + self.buffers
+        return self.buffers + sum(self._bytes_in(tier) for tier in TIERS if tier.in_host_memory)
 
     @property
     def disk(self) -> int:
-        return self.rest["disk"].total + self.gradients["disk"]
+        return sum(self._bytes_in(tier) for tier in TIERS if tier.stored)
+
+    def _bytes_in(self, tier: Tier) -> int:
+        return self.rest[tier.name].total + self.gradients[tier.name]
 
 
 def plan_memory(
@@ -57,10 +57,10 @@ def plan_memory(
     number, of the model."""
     sums: Sums = "none" if policy.steps == 1 else "whole" if policy.local else "slices"
     groups = [group for unit in units for group in unit.groups]
-    rest = {tier: sum((_rest(g, tier, config) for g in groups), DeviceBytes()) for tier in TIERS}
-    made = sum((_rest(g.before_steps, "device", config) for g in groups), DeviceBytes())
+    rest = {tier.name: sum((_rest(g, tier, config) for g in groups), DeviceBytes()) for tier in TIERS}
+    made = sum((_rest(g.before_steps, ON_DEVICE, config) for g in groups), DeviceBytes())
     gradients = {
-        tier: sum(g.slice_bytes for g in groups if g.trainable and g.placement.gradients == tier)
+        tier.name: sum(g.slice_bytes for g in groups if g.trainable and g.placement.gradients is tier)
         for tier in TIERS
     }
     peaks = {
@@ -71,20 +71,20 @@ def plan_memory(
         ),
         "step": step(units, scaled),
     }
-    peaks = {phase: rest["device"] + held if phase != "init" else held for phase, held in peaks.items()}
-    return MemoryPlan(rest, gradients, _buffers(groups, config.tiers.compact), peaks)
+    peaks = {phase: rest[ON_DEVICE.name] + held if phase != "init" else held for phase, held in peaks.items()}
+    return MemoryPlan(rest, gradients, _buffers(groups, config.offload.compact), peaks)
 
 
 def _rest(group: PlannedGroup, tier: Tier, config: Config) -> DeviceBytes:
     """What a group keeps in one tier between steps."""
     parameters = group.own_bytes if group.resident else group.shard_bytes
-    records = [numel for numel, where in group.placement.optimizer if where == tier]
-    if tier == "disk":
-        compact = config.tiers.compact
-        optimizer = sum(section_bytes(n, dtype) for n in records for dtype in group.disk_sections(compact))
+    records = [numel for numel, where in group.placement.optimizer if where is tier]
+    if tier.stored:
+        dtypes = group.stored_dtypes(tier, config.offload.compact)
+        optimizer = sum(tier.nbytes(numel, *dtypes) for numel in records)
     else:
         optimizer = sum(group.record_bytes(numel, tier) for numel in records)
-    return DeviceBytes(parameters=parameters if group.placement.params == tier else 0, optimizer=optimizer)
+    return DeviceBytes(parameters=parameters if group.placement.params is tier else 0, optimizer=optimizer)
 
 
 def _buffers(groups: Sequence[PlannedGroup], compact: bool) -> int:
@@ -93,8 +93,7 @@ def _buffers(groups: Sequence[PlannedGroup], compact: bool) -> int:
     for group in groups:
         splits = compact and group.dtype is torch.bfloat16
         for numel, tier in group.placement.optimizer:
-            if tier == "disk":
-                sections = group.disk_sections(compact)
-                largest = max(largest, sum(section_bytes(numel, dtype) for dtype in sections))
+            if tier.stored:
+                largest = max(largest, tier.nbytes(numel, *group.stored_dtypes(tier, compact)))
                 scratch = max(scratch, 4 * numel if splits else 0)
     return BUFFERS * largest + scratch

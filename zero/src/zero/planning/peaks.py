@@ -20,6 +20,7 @@ from zero.planning.groups import PlannedGroup, PlannedUnit
 from zero.planning.order import backward_uses, end
 from zero.tiers.carrier import LEAVING
 from zero.tiers.device_bytes import DeviceBytes
+from zero.tiers.tier import ON_DEVICE
 
 TRAVELLING = LEAVING + 1
 """Units whose gradients may be on their way to the host, including one that is just setting out."""
@@ -34,7 +35,7 @@ def building(units: Sequence[PlannedUnit]) -> Iterator[DeviceBytes]:
         yield replace(done, gathered=_flattening(unit))
         for group in unit.groups:
             parameters = group.own_bytes if group.resident else group.shard_bytes
-            near = parameters if group.placement.params == "device" else 0
+            near = parameters if group.placement.params.near else 0
             done += DeviceBytes(parameters=near, optimizer=_masters(group))
 
 
@@ -49,7 +50,7 @@ def _flattening(unit: PlannedUnit) -> int:
             most = max(most, now + group.own_bytes)
             now += group.own_bytes - group.numel * group.given.itemsize
         if not group.resident:
-            shard = group.shard_bytes if group.placement.params == "device" else 0
+            shard = group.shard_bytes if group.placement.params.near else 0
             most = max(most, now + shard)
             now += shard - group.own_bytes
     return most
@@ -57,15 +58,15 @@ def _flattening(unit: PlannedUnit) -> int:
 
 def _masters(group: PlannedGroup) -> int:
     """Bytes of masters on the device besides the shard."""
-    near = [numel for numel, tier in group.placement.optimizer if tier == "device"]
-    return 0 if group.is_master("device") else sum(near) * group.wide.itemsize
+    near = [numel for numel, tier in group.placement.optimizer if tier.near]
+    return 0 if group.is_master(ON_DEVICE) else sum(near) * group.wide.itemsize
 
 
 def forward(units: Sequence[PlannedUnit], prefetch: int, sums: Sums) -> Iterator[DeviceBytes]:
     """What is gathered, unit by unit, and the gradients of earlier micro-batches."""
     order = [unit for unit in units if not unit.is_root]
     groups = [group for unit in units for group in unit.groups if group.trainable]
-    near = [group for group in groups if group.placement.gradients == "device"]
+    near = [group for group in groups if group.placement.gradients.near]
     gradients = sum(g.slice_bytes for g in near) if sums == "slices" else 0
     gradients += sum(g.gradient_bytes for g in groups) if sums == "whole" else 0
     yield DeviceBytes(gathered=_window([u for u in units if u.is_root], []), gradients=gradients)
@@ -155,7 +156,7 @@ class _Moment:
         """Bytes of the gradients of a group whose turn is at `position`. early: whether its first gradient
         comes with the very first of all. The age of gradients is counted in turns since they were complete.
         """
-        near, age = group.placement.gradients == "device", self.index - position
+        near, age = group.placement.gradients.near, self.index - position
         awaited = group is self.adding and not group.begun
         begun = early or sums == "whole" or age > 0 or (age == 0 and not awaited)
         if group.sent is not group.reduced:
@@ -195,20 +196,20 @@ def step(units: Sequence[PlannedUnit], scaled: bool) -> DeviceBytes:
     """
     turns = _turns(units)
     groups = [(g, age) for age, unit in enumerate(reversed(turns)) for g in unit.groups if g.trainable]
-    near = [group for group, _ in groups if group.placement.gradients == "device"]
-    travelling = [g for g, age in groups if g.placement.gradients != "device" and age < TRAVELLING]
+    near = [group for group, _ in groups if group.placement.gradients.near]
+    travelling = [g for g, age in groups if not g.placement.gradients.near and age < TRAVELLING]
     gradients = sum(group.slice_bytes for group in (*near, *travelling))
     gradients += sum(
         _stepped_with(group, numel, scaled)
         for group, _ in groups
         for numel, tier in group.placement.optimizer
-        if tier == "device" and not group.kernel
+        if tier.near and not group.kernel
     )
     streamed = [
         group.record_bytes(numel, tier)
         for group, _ in groups
         for numel, tier in group.placement.optimizer
-        if group.placement.streamed and tier == "host"
+        if group.placement.comes(tier)
     ]
     gradients += max((_fetched(group) for group, _ in groups if group.kernel), default=0)
     on_the_way = _exchanged([group for group, _ in groups], scaled)
@@ -219,9 +220,9 @@ def step(units: Sequence[PlannedUnit], scaled: bool) -> DeviceBytes:
 
 def _fetched(group: PlannedGroup) -> int:
     """The most bytes of gradients off the device that come back for one record that is stepped there."""
-    if group.placement.gradients == "device":
+    if group.placement.gradients.near:
         return 0
-    there = (n for n, tier in group.placement.optimizer if tier == "device" or group.placement.streamed)
+    there = (n for n, tier in group.placement.optimizer if tier.near or group.placement.streamed)
     return group.slice.itemsize * max(there, default=0)
 
 
@@ -238,7 +239,7 @@ def _exchanged(groups: Sequence[PlannedGroup], scaled: bool) -> int:
     parts = arrived = 0
     for group in groups:
         if group.whole is not None:
-            wide, near = group.wide.itemsize, all(tier == "device" for _, tier in group.placement.optimizer)
+            wide, near = group.wide.itemsize, all(tier.near for _, tier in group.placement.optimizer)
             narrow = group.slice.itemsize if scaled or group.slice is not group.wide else 0
             parts = max(parts, wide * group.shard_numel)
             arrived = max(arrived, group.whole.numel * (narrow if near else wide))

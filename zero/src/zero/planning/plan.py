@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zero.communication.job import ranks_of_replica
-from zero.config.training import Config
+from zero.config.training import Config, dtype_named
 from zero.errors import ConfigError, UsageError
 from zero.gradients.group_gradients import GradientPolicy
 from zero.optimizer.state_size import moments_of
@@ -23,6 +23,7 @@ from zero.setup.drafts import draft_units
 from zero.setup.preparation import prepare, settings
 from zero.sharding.exact import computes_in
 from zero.tiers.placement import Placer
+from zero.tiers.tier import ON_HOST
 
 AUTOCAST = (torch.bfloat16, torch.float16, torch.float32)
 """What `torch.autocast` casts to."""
@@ -84,13 +85,13 @@ def plan(
     check_model(model, shapes_only=True)
     _check_dtypes(model, config)
     prepared = prepare(model, optimizer, config, for_graphs=False)
-    moments = moments_of(prepared.optimizer, config.dtype)
-    placer = Placer(config.tiers, lambda tier: tier)
+    moments = moments_of(prepared.optimizer, dtype_named(config.precision))
+    placer = Placer(config.offload, ON_HOST)
     drafts = draft_units(prepared, config, placer, sharing, moments)
     policy = GradientPolicy.of(config, ranks)
     planner = UnitPlanner(model, drafts, config, policy, sharing, autocast, moments)
     units = tuple(map(planner.unit, drafts))
-    scaled = ranks > 1 or config.clip_norm is not None or config.scaling is not None
+    scaled = ranks > 1 or config.clip_norm is not None or config.loss_scale is not None
     memory = plan_memory(units, config, policy, scaled, ranks // sharing)
     traffic = plan_traffic(units, config, policy, sharing, ranks // sharing)
     parameters = list(model.parameters())
@@ -101,7 +102,7 @@ def plan(
 def _check_dtypes(model: nn.Module, config: Config) -> None:
     """Raise ConfigError for parameters that no device trains as they are."""
     narrow = {p.dtype for p in model.parameters() if p.requires_grad and not computes_in(p.dtype)}
-    if narrow and config.dtype is None:
+    if narrow and dtype_named(config.precision) is None:
         raise ConfigError(
             f"parameters are {', '.join(sorted(map(str, narrow)))}, which no device can train in; choose a "
             "precision: 'bf16', 'fp16' or 'fp32'"

@@ -23,7 +23,7 @@ from zero.deferred.deferred_init import is_deferred, outlined
 from zero.errors import ConfigError, OptimizerError, UsageError
 from zero.files.boundary import typed
 from zero.files.dtypes import TORCH
-from zero.optimizer.lion import Lion
+from zero.optimizer.kernel_rules import SERVED
 from zero.sources.opening import open_source
 from zero.sources.source import TensorInfo
 
@@ -168,7 +168,7 @@ def settings(file: Path | None, changes: Mapping[str, Any], ranks: int) -> Confi
         given = _read(file)
         if DEEPSPEED & given.keys():
             config = from_deepspeed(given, ranks)
-            given = {name: getattr(config, name) for name in Config.model_fields}
+            given = {name: getattr(config, name) for name in config.model_fields_set}
     return Config(**{**given, **changes})
 
 
@@ -214,12 +214,13 @@ def options_of(text: str) -> dict[str, Any]:
 
 
 def optimizers_of(name: str, options: Mapping[str, Any], model: nn.Module) -> list[Optimizer]:
-    """An optimizer of torch.optim, or Lion, by its name in any case. Muon steps the matrices, with AdamW for
-    the rest. Raises OptimizerError."""
-    known = {n.lower(): c for n, c in vars(torch.optim).items() if isinstance(c, type) and n != "Optimizer"}
-    kind = {**known, "lion": Lion}.get(name.lower())
+    """An optimizer of torch.optim, or one of ours, by its name in any case. Muon steps the matrices, with
+    AdamW for the rest. Raises OptimizerError."""
+    of_torch = [c for n, c in vars(torch.optim).items() if isinstance(c, type) and n != "Optimizer"]
+    known = {kind.__name__.lower(): kind for kind in (*of_torch, *SERVED)}
+    kind = known.get(name.lower())
     if kind is None:
-        raise OptimizerError(f"torch.optim has no {name!r}; known: {', '.join(sorted({*known, 'lion'}))}")
+        raise OptimizerError(f"torch.optim has no {name!r}; known: {', '.join(sorted(known))}")
     chosen = [p for p in model.parameters() if kind is not torch.optim.Muon or p.dim() == 2]
     rest = [p for p in model.parameters() if kind is torch.optim.Muon and p.dim() != 2]
     try:

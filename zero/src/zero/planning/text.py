@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from zero.config.sizes import human
-from zero.planning.memory import TIERS, MemoryPlan
+from zero.planning.memory import MemoryPlan
 from zero.planning.traffic import TrafficPlan
+from zero.tiers.tier import TIERS
 
 
 def describe(memory: MemoryPlan, traffic: TrafficPlan) -> str:
@@ -28,12 +29,13 @@ def table(rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 def _state(memory: MemoryPlan) -> list[str]:
-    rows = [["between steps", *TIERS]]
+    rows = [["between steps", *(tier.name for tier in TIERS)]]
     for name in ("parameters", "optimizer"):
-        rows.append([name, *(_bytes(getattr(memory.rest[tier], name)) for tier in TIERS)])
-    rows.append(["gradients, until the step", *(_bytes(memory.gradients[tier]) for tier in TIERS)])
+        rows.append([name, *(_bytes(getattr(memory.rest[tier.name], name)) for tier in TIERS)])
+    rows.append(["gradients, until the step", *(_bytes(memory.gradients[tier.name]) for tier in TIERS)])
     if memory.buffers:
-        rows.append(["disk buffers", "-", _bytes(memory.buffers), "-"])
+        buffers = [_bytes(memory.buffers) if tier.in_host_memory else "-" for tier in TIERS]
+        rows.append(["disk buffers", *buffers])
     return table(rows)
 
 

@@ -67,7 +67,7 @@ def plan_traffic(
             between += _between_replicas(group, reductions, policy.fixed_tiers) if replicas > 1 else 0
             moved += _of_parameters(group, gathers)
             moved += _of_gradients(group, reductions)
-            moved += _of_records(group, config.tiers.compact)
+            moved += _of_records(group, config.offload.compact)
             moved += _of_exchange(group)
     whole = sum(nbytes * _passes(kind, ranks) for kind, nbytes in collectives.items())
     inside = int(whole * (ranks - 1) / ranks)
@@ -114,7 +114,7 @@ def _between_replicas(group: PlannedGroup, reductions: int, settled: bool) -> in
     others, every time they come."""
     if not group.trainable:
         return 0
-    if group.placement.gradients == "device" and settled:
+    if group.placement.gradients.near and settled:
         return group.slice_bytes
     return reductions * group.shard_numel * group.sent.itemsize
 
@@ -122,11 +122,11 @@ def _between_replicas(group: PlannedGroup, reductions: int, settled: bool) -> in
 def _of_parameters(group: PlannedGroup, gathers: int) -> Moved:
     """Shards that are away come for each gather, and new values go back."""
     tier = group.placement.params
-    if tier == "device":
+    if tier.near:
         return Moved()
-    on_disk, away = tier == "disk", {t for _, t in group.placement.optimizer}
+    on_disk = tier.stored
     return Moved(
-        to_host=group.shard_bytes if "device" in away else 0,
+        to_host=group.shard_bytes if any(t.near for _, t in group.placement.optimizer) else 0,
         to_device=gathers * group.shard_bytes,
         read=gathers * group.shard_bytes if on_disk else 0,
         written=group.shard_bytes if on_disk and group.trainable else 0,
@@ -136,10 +136,10 @@ def _of_parameters(group: PlannedGroup, gathers: int) -> Moved:
 def _of_gradients(group: PlannedGroup, reductions: int) -> Moved:
     """Slices leave as they are reduced, and come back where they are stepped on the device."""
     tier = group.placement.gradients
-    if not group.trainable or tier == "device":
+    if not group.trainable or tier.near:
         return Moved()
-    back = sum(n for n, t in group.placement.optimizer if t == "device" or group.placement.streamed)
-    disk = group.slice_bytes if tier == "disk" else 0
+    back = sum(n for n, t in group.placement.optimizer if t.near or group.placement.streamed)
+    disk = group.slice_bytes if tier.stored else 0
     return Moved(
         to_host=reductions * group.shard_numel * group.sent.itemsize,
         to_device=back * group.slice.itemsize,
@@ -152,25 +152,25 @@ def _of_records(group: PlannedGroup, compact: bool) -> Moved:
     """Master and moments, there and back; and the weights of the records that the host has stepped."""
     moved = Moved()
     for numel, tier in group.placement.optimizer:
-        if tier == "device":
+        if tier.near:
             continue
         if group.placement.streamed:
             nbytes = group.record_bytes(numel, tier)
             moved += Moved(to_host=nbytes, to_device=nbytes)
             continue
-        if tier == "disk":
-            nbytes = numel * sum(dtype.itemsize for dtype in group.disk_sections(compact))
+        if tier.stored:
+            nbytes = numel * sum(dtype.itemsize for dtype in group.stored_dtypes(tier, compact))
             upper = 2 * numel if compact and group.dtype is torch.bfloat16 else 0
-            there = group.placement.params == "disk"  # the weights, which are the masters' upper halves
+            there = group.placement.params.stored  # the weights, which are the masters' upper halves
             moved += Moved(read=nbytes + (upper if there else 0), written=nbytes)
-        if group.placement.params == "device":
+        if group.placement.params.near:
             moved += Moved(to_device=numel * group.dtype.itemsize)
     return moved
 
 
 def _of_exchange(group: PlannedGroup) -> Moved:
     """Whole parameters are put together on the device, wherever they are stepped."""
-    if group.whole is None or all(tier == "device" for _, tier in group.placement.optimizer):
+    if group.whole is None or all(tier.near for _, tier in group.placement.optimizer):
         return Moved()
     slices = group.shard_numel * (group.slice.itemsize + group.wide.itemsize)
     return Moved(

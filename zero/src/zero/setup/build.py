@@ -19,15 +19,17 @@ from zero.gradients.loss_scale import LossScale
 from zero.gradients.reducer import GradientReducer
 from zero.gradients.skipped_steps import SkippedSteps
 from zero.integrity import Integrity
+from zero.memory.balance import AutoPlacementPolicy
 from zero.memory.memory_tracer import MemoryTracer
-from zero.memory.placement_policy import AutoPlacementPolicy, StaticPlacementPolicy
-from zero.memory.state_offload import StateOffload
+from zero.memory.placement_policy import StaticPlacementPolicy
 from zero.optimizer.hyper_parameters import scheduled
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
+from zero.optimizer.state_offload import StateOffload
 from zero.optimizer.stepping import GroupStepping
 from zero.sharding.flat_group import FlatGroup
 from zero.sharding.sharded_unit import ShardedUnit
 from zero.tiers.stores import Stores
+from zero.tiers.tier import wanted
 from zero.training_pass.boundary import Boundary
 from zero.training_pass.model_hooks import hook_model
 from zero.training_pass.schedule import Schedule
@@ -89,7 +91,9 @@ def build_engine(
         communicator=communicator,
         units=units,
         schedule=Schedule(
-            list(units), config.prefetch, stores.read_ahead if config.tiers.params == "disk" else None
+            list(units),
+            config.prefetch,
+            stores.read_ahead if wanted(config.offload, "params").stored else None,
         ),
         integrity=integrity,
         streamed_state=sharded_optimizer.record_streamer,
@@ -99,7 +103,7 @@ def build_engine(
     )
     hook_model(model, config, communicator, reducer, training_pass)
     compiled = None
-    if config.compiling is not None:
+    if config.compile is not None:
         from zero.compiled.compile_calls import compile_calls  # imports the compiler, for seconds
 
         compiled = compile_calls(
@@ -108,12 +112,12 @@ def build_engine(
     tracer.watch(reducer, sharded_optimizer)
     stores.may_move(sharded_optimizer.record_streamer)
     placement = StaticPlacementPolicy(stores)
-    if config.offload == "auto":
+    if config.offload.measured:
         one_by_one = [] if compiled else [model, *(m for unit in units for m in unit.hooked_modules)]
         placement = auto = AutoPlacementPolicy(
             stores, units, communicator, tracer, sharded_optimizer, reducer, one_by_one
         )
-        stores.may_move(auto.balancer)
+        stores.may_move(auto)
     parts = EngineParts(
         model,
         config,

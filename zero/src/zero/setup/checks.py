@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from accelz import Accelerator, AccelzError
 from zero.communication.communicator import Communicator
-from zero.config.training import DTYPES, Config
+from zero.config.training import DTYPES, Config, dtype_named
 from zero.deferred import deferred_init
 from zero.errors import ConfigError, ModelError
 from zero.optimizer.joint import kinds_of_groups
@@ -85,8 +85,9 @@ def check_dtypes(prepared: Prepared, config: Config, accelerator: Accelerator) -
     Frozen parameters that are exact are only moved, as bytes.
     """
     parameters = [p for plan in prepared.plans for _, p in plan.parameters if p.is_floating_point()]
-    wanted = {p.dtype for p in parameters if p.requires_grad and (p in prepared.exact or not config.dtype)}
-    wanted |= {config.dtype or p.dtype for p in parameters if p not in prepared.exact}
+    dtype = dtype_named(config.precision)
+    wanted = {p.dtype for p in parameters if p.requires_grad and (p in prepared.exact or not dtype)}
+    wanted |= {dtype or p.dtype for p in parameters if p not in prepared.exact}
     if config.reduce_dtype:
         wanted.add(DTYPES[config.reduce_dtype])
     missing = wanted - accelerator.capabilities.dtypes
@@ -175,8 +176,9 @@ def check_equal(prepared: Prepared, config: Config, communicator: Communicator) 
         for name in Config.model_fields
         if name not in (*_COMPARED_ELSEWHERE, "timeout")
     }
-    told["Config(offload=...)"] = config.tiers.model_dump_json(exclude={"path"})  # each rank may have its own
-    told["Config(compile=...)"] = str(config.compiling and config.compiling.model_dump_json())
+    offload = config.offload.model_dump_json(exclude={"path"})  # of which each rank may have its own
+    told["Config(offload=...)"] = offload
+    told["Config(compile=...)"] = str(config.compile and config.compile.model_dump_json())
     told["the model"] = _layout(prepared)
     told["the optimizer, or Config(whole_parameters=...)"] = _how_stepped(prepared.optimizer, config)
     communicator.check_equal(told)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -11,7 +12,7 @@ from torch import nn
 
 from zero.communication.communicator import Communicator
 from zero.communication.quantised import block_of
-from zero.config.training import Config
+from zero.config.training import Config, dtype_named
 from zero.gradients.group_gradients import GradientPolicy
 from zero.optimizer.routes import share_out
 from zero.optimizer.stepping import GroupStepping, Stepping, of_unknown
@@ -23,6 +24,7 @@ from zero.sharding.units import UnitPlan
 from zero.tiers.placement import Placement, PlacementRequest, Placer
 from zero.tiers.stores import Stores
 from zero.tiers.swap_file import PAGE
+from zero.tiers.tier import Tier
 from zero.warning import warn
 
 Named = tuple[str, nn.Parameter]
@@ -67,7 +69,7 @@ class UnitDraft:
 
         They also do on a rank that shares its copy with no other. ranks: how many share a copy.
         """
-        return self.whole or (ranks == 1 and all(g.placement.params == "device" for g in self.groups))
+        return self.whole or (ranks == 1 and all(g.placement.params.near for g in self.groups))
 
 
 @dataclass(frozen=True)
@@ -115,17 +117,17 @@ def draft_units(
     ranks: how many share a copy of the model. moments: how many values optimizers keep per element of each
     parameter; empty if no setting limits the memory of optimizer state.
     """
-    ways = _Ways(config.codes if ranks > 1 else None, prepared.castable, prepared.exact)
+    ways = _Ways(dtype_named(config.gather_dtype) if ranks > 1 else None, prepared.castable, prepared.exact)
     cuts = []
     for plan in prepared.plans:
         whole = config.stage < 3 or plan.persistent
         cuts.append(_Cut(plan, whole, _partition(plan, config, _EXACT if whole else ways, prepared)))
     shards = ranks if config.stage > 0 else 1
     stepped_by = _share_out(cuts, shards)
-    own_state = _OwnState(stepped_by, moments, shards)
+    beside = _StateBeside(stepped_by, moments, shards)
     policy = GradientPolicy.of(config, ranks)
     candidates = [
-        _candidate(kind, named, policy, own_state, cut.whole)
+        _candidate(kind, named, policy, beside, cut.whole)
         for cut in cuts
         for kind, named in cut.groups.items()
     ]
@@ -170,19 +172,17 @@ def reserve_disk(
     if any of them finds no space.
     """
     policy = GradientPolicy.of(config, communicator.group.size)
-    nbytes = sum(
-        stores.disk_bytes(g.shard_numel, g.kind.dtype, g.placement, policy.slice_dtype(g.kind.dtype))
-        for draft in drafts
-        for g in draft.groups
-    )
+    nbytes = Counter[Tier]()
+    for group in (group for draft in drafts for group in draft.groups):
+        dtype = group.kind.dtype
+        nbytes += stores.disk_bytes(group.shard_numel, dtype, group.placement, policy.slice_dtype(dtype))
     if nbytes:
         through_cache = False
         with communicator.postponing_disk_errors():
-            stores.reserve(nbytes)
-            through_cache = not stores.swap_file.past_cache
+            through_cache = stores.reserve(nbytes)
         if communicator.agree(through_cache):
             warn(
-                f"the file system of {config.tiers.folder} does not support O_DIRECT in pages of {PAGE} "
+                f"the file system of {config.offload.path} does not support O_DIRECT in pages of {PAGE} "
                 "bytes: state on disk goes through the page cache",
                 rank=communicator.group.rank,
             )
@@ -190,16 +190,20 @@ def reserve_disk(
 
 def _target_dtype(parameter: nn.Parameter, config: Config, exact: Collection[nn.Parameter]) -> torch.dtype:
     """Return the dtype that the parameter will have in the engine."""
-    cast = config.dtype and parameter.is_floating_point() and parameter not in exact
-    return config.dtype if config.dtype and cast else parameter.dtype
+    dtype = dtype_named(config.precision)
+    return dtype if dtype and parameter.is_floating_point() and parameter not in exact else parameter.dtype
 
 
 def _candidate(
-    kind: GroupKind, named: Sequence[Named], policy: GradientPolicy, own_state: _OwnState, resident: bool
+    kind: GroupKind,
+    named: Sequence[Named],
+    policy: GradientPolicy,
+    beside: _StateBeside,
+    resident: bool,
 ) -> PlacementRequest:
     specs = [ParameterSpec(name, tuple(p.shape), p.stride(), p.numel()) for name, p in named]
     item, rule = kind.dtype.itemsize, kind.stepping.rule
-    numel = layout.plan(specs, own_state.ranks, item, block_of(kind.gather_options.quant_dtype)).shard_numel
+    numel = layout.plan(specs, beside.ranks, item, block_of(kind.gather_options.quant_dtype)).shard_numel
     return PlacementRequest(
         numel,
         item,
@@ -208,11 +212,11 @@ def _candidate(
         resident,
         moments=0 if rule is None else len(rule.moments),
         divisible=rule is not None,
-        own_bytes=own_state.of(kind, named, numel),
+        beside=beside.of(kind, named, numel),
     )
 
 
-class _OwnState:
+class _StateBeside:
     """The state that the user's optimizer keeps for groups that no kernel serves.
 
     stepped_by: the ranks of parameters that are stepped whole. moments: as in `draft_units`. ranks: how many

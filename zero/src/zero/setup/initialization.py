@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 import accelz
 from zero.communication.communicator import Communicator
 from zero.communication.job import join, mesh_of
-from zero.config.training import Config
+from zero.config.training import Config, dtype_named
 from zero.engine import Engine
 from zero.optimizer.state_size import moments_of
 from zero.pretrained import keep_promises
@@ -76,8 +76,8 @@ def initialize(
         check_aliases(model)
         prepared = prepare(model, optimizer, config, for_graphs=True)
     check_dtypes(prepared, config, accelerator)
-    budgeted = config.tiers.budget("optimizer") is not None
-    moments = moments_of(prepared.optimizer, config.dtype) if budgeted else {}
+    budgeted = config.offload.budget("optimizer") is not None
+    moments = moments_of(prepared.optimizer, dtype_named(config.precision)) if budgeted else {}
 
     groups = join(accelerator, config.timeout, process_group)
     name, outlive = type(model).__name__, config.outlive_launcher
@@ -86,9 +86,8 @@ def initialize(
         warn(message, category, rank=communicator.group.rank)
     check_flat_buffers(accelerator)
     check_equal(prepared, config, communicator)
-    mesh, tiers = mesh_of(groups, config.shard_ranks), config.tiers
-    stores = Stores(accelerator, tiers.folder, tiers.compact, streamed=tiers.step == "device")
-    placer = Placer(tiers, stores.resolve)
+    mesh, stores = mesh_of(groups, config.shard_ranks), Stores(accelerator, config.offload)
+    placer = Placer(config.offload, stores.host)
     drafts = draft_units(prepared, config, placer, mesh.shards.size, moments)
     placer.warn_of_shortfalls(communicator.group.rank)
     warn_of_nothing_to_move(config, accelerator.device, communicator.group.rank)
@@ -136,7 +135,8 @@ def _move_buffers(
         for name, buffer in module._buffers.items():
             if buffer is None:
                 continue
-            cast = config.dtype if config.cast_buffers and computes_in(buffer.dtype) else None
+            casts = config.cast_buffers and computes_in(buffer.dtype)
+            cast = dtype_named(config.precision) if casts else None
             what = f"buffer {module_name}.{name}"
             with room_for(accelerator, f"for {what}", None, buffer.nbytes):
                 module._buffers[name] = moved = _writable(buffer.to(accelerator.device, cast))

@@ -57,7 +57,7 @@ def prepare(
     called this function's caller.
     """
     plans = find_units(model, config.units, config.persistent_below)
-    if for_graphs and config.compiling is not None and config.stage == 3:
+    if for_graphs and config.compile is not None and config.stage == 3:
         plans = split_by_use(plans)
     exact = exact_parameters(model, config)
     castable = cast_before_use(model, config) - exact

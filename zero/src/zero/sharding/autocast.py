@@ -72,8 +72,8 @@ class AutocastWarnings:
     def __init__(self, model: nn.Module, config: Config, device_type: str, gathers: bool, rank: int) -> None:
         self._rank = rank
         self._device_type = device_type
-        self._vanish = _VANISH if config.scaling is None else ""
-        graphs_tell = config.compiling is not None
+        self._vanish = _VANISH if config.loss_scale is None else ""
+        graphs_tell = config.compile is not None
         self._wide = _tell_of_unknown(model, config) if gathers and not graphs_tell else ""
 
     def begin_forward(self) -> None:

@@ -119,7 +119,7 @@ class FlatGroup:
 
         None for a frozen group.
         """
-        return joined([sub.kept.master for sub in self.subs]) if self.subs else None
+        return joined([sub.record.master for sub in self.subs]) if self.subs else None
 
     @property
     def overwritten(self) -> bool:
@@ -150,21 +150,20 @@ class FlatGroup:
         if not whole:
             self._part_with_whole()
         for sub in self.subs:
-            if sub.record is None:
+            if not sub.has_record:
                 sub.record = Record(sub.tier, sub.shard)
 
     def _make_record(self, sub: SubGroup) -> None:
         dtype = at_least_fp32(self.dtype)
         upper = (lambda: sub.shard) if self.dtype is torch.bfloat16 else None
-        sub.record = self._stores.record(
-            self._mine[sub.window], dtype, sub.tier, self.placement.moments, upper
-        )
+        moments = self.placement.moments
+        sub.record = sub.tier.new_record(self._stores, self._mine[sub.window], dtype, moments, upper)
 
     def offload_state(self) -> None:
         """Move the shard to the host and give back all device memory, until `reload_state`."""
         shard = self.source.resting
-        if shard is not None and self._stores.resolve("host") == "host":
-            self.shard = self._stores.keep(shard, "host")
+        if shard is not None and not self._stores.host.near:
+            self.shard = self._stores.host.keep(self._stores, shard)
             self.home.release()
 
     def reload_state(self, whole: bool) -> None:
@@ -173,7 +172,7 @@ class FlatGroup:
         whole: into the whole buffer, whose other slices must then be gathered.
         """
         shard = self.shard
-        if self.placement.params != "device" or self.source.resting is not None or isinstance(shard, Stored):
+        if not self.placement.params.near or self.source.resting is not None or isinstance(shard, Stored):
             return
         if whole:
             allocate(self._stores, "to reload", self.unit, self.home.nbytes, self.home.materialize)
@@ -189,14 +188,14 @@ class FlatGroup:
     def _part_with_whole(self) -> None:
         """Move the whole buffer into memory common to all ranks, or release it and keep the shard."""
         tier = self.placement.params
-        here = tier == "device" and self.gather_options.quant_dtype is None  # shards do not hold codes
+        here = tier.near and self.gather_options.quant_dtype is None  # shards do not hold codes
         share, ranks = self._accelerator.flat_buffers.share, self.mesh.shards
         common = explained(lambda: share(self.home, ranks), ranks.timeout) if here else None
         if common is not None:
             self.home = self.binding.buffer = common
             self.shard = common.data[self.window]
             return
-        self.shard = self._mine.clone() if tier == "device" else self._stores.keep(self._mine, tier)
+        self.shard = self._mine.clone() if tier.near else tier.keep(self._stores, self._mine)
         self.home.release()
 
     def _narrow(self) -> None:
@@ -218,8 +217,8 @@ class FlatGroup:
         whole = sum(b.nbytes for b in buffers if b.materialized)
         whole += sum(quantised.nbytes for quantised in self._travelling.values())
         device = self._accelerator.device
-        records = (sub for sub in self.subs if sub.record is not None)
-        record = sum(sub.kept.bytes_on(device, sub.shard) for sub in records)
+        records = (sub for sub in self.subs if sub.has_record)
+        record = sum(sub.record.bytes_on(device, sub.shard) for sub in records)
         shard = self.source.resting
         if shard is None:
             return DeviceBytes(parameters=self.source.brought_bytes, gathered=whole, optimizer=record)

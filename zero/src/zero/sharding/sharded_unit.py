@@ -326,7 +326,7 @@ class ShardedUnit:
     @property
     def away(self) -> bool:
         """Whether shards are not on the device."""
-        return any(group.placement.params != "device" for group in self.groups)
+        return any(not group.placement.params.near for group in self.groups)
 
     def bring(self) -> None:
         """Begin to move shards that are away to the device, for a gather, until `take_back`."""

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from zero.config.offload import Tier
 from zero.tiers.placement import Placement
 from zero.tiers.record import Record
+from zero.tiers.tier import Tier
 from zero.tiers.values import Values
 
 
@@ -27,24 +27,32 @@ class SubGroup:
 
     def __init__(self, window: slice, tier: Tier, streamed: bool) -> None:
         self.window = window
-        self.tier: Tier = tier
+        self.tier = tier
         self.streamed = streamed
-        self.record: Record | None = None
+        self._record: Record | None = None
 
     @property
     def numel(self) -> int:
         return int(self.window.stop - self.window.start)
 
     @property
-    def kept(self) -> Record:
+    def has_record(self) -> bool:
+        return self._record is not None
+
+    @property
+    def record(self) -> Record:
         """The record, which exists once the group's shards are final."""
-        assert self.record is not None
-        return self.record
+        assert self._record is not None
+        return self._record
+
+    @record.setter
+    def record(self, record: Record) -> None:
+        self._record = record
 
     @property
     def shard_serves(self) -> bool:
         """Whether the shard itself is the master."""
-        return self.kept.master is self.shard
+        return self.record.master is self.shard
 
     def follow(self, shard: Values) -> None:
         """Follow the group to another shard."""
@@ -65,5 +73,5 @@ def sub_groups(placement: Placement) -> Iterator[SubGroup]:
     """Yield the sub-groups of a trainable group, in the order of the shard; none for a frozen one."""
     begin = 0
     for numel, tier in placement.optimizer:
-        yield SubGroup(slice(begin, begin + numel), tier, placement.streamed and tier == "host")
+        yield SubGroup(slice(begin, begin + numel), tier, placement.comes(tier))
         begin += numel

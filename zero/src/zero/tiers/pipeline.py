@@ -9,9 +9,9 @@ from torch import Tensor
 
 from accelz import HOST, Memory
 from zero.tiers.host_memory import bytes_of
-from zero.tiers.record import Opened, Record, section_bytes
+from zero.tiers.record import Opened, Record
 from zero.tiers.split_master import SplitMaster
-from zero.tiers.swap_file import Transfer, whole_pages
+from zero.tiers.swap_file import Transfer, section_bytes, whole_pages
 
 BUFFERS = 3  # one is read, one stepped, one written: a fourth is never needed
 

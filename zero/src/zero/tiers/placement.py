@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import get_args
 
-from zero.config.offload import Kind, Offload, Tier
+from zero.config.offload import Kind, Offload
+from zero.tiers.tier import ON_DEVICE, Tier, wanted
 from zero.warning import warn
 
 NEAR = 0.1  # share of all state of a kind by which whole groups may miss a fraction without a warning
@@ -19,7 +20,7 @@ class PlacementRequest:
 
     item_bytes, gradient_bytes: per element of a parameter, and of its reduced gradient. resident: the group's
     whole buffer stays on the device, and its shard is part of it. moments: values that a record has for each
-    element beside the master. divisible: whether it may be stepped in parts, as a kernel can. own_bytes: what
+    element beside the master. divisible: whether it may be stepped in parts, as a kernel can. beside: what
     the user's optimizer keeps beside records, by rank; empty if it keeps none, or if that is not needed.
     """
 
@@ -30,7 +31,7 @@ class PlacementRequest:
     resident: bool
     moments: int = 0
     divisible: bool = True
-    own_bytes: tuple[int, ...] = ()
+    beside: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -44,9 +45,13 @@ class Placement:
 
     optimizer: tuple[tuple[int, Tier], ...] = ()
     moments: int = 0
-    params: Tier = "device"
-    gradients: Tier = "device"
+    params: Tier = ON_DEVICE
+    gradients: Tier = ON_DEVICE
     streamed: bool = False
+
+    def comes(self, tier: Tier) -> bool:
+        """Return whether a record in `tier` comes to the device for its step."""
+        return self.streamed and tier.in_host_memory
 
     def shard_serves(self, item_bytes: int, tier: Tier) -> bool:
         """Return whether the shard, of `item_bytes` per element, is itself the master of a record in `tier`.
@@ -54,8 +59,8 @@ class Placement:
         It is if it is wide enough and lies where the record does, or where the record is streamed for its
         step.
         """
-        near = self.streamed and tier == "host" and self.params == "device"
-        return item_bytes >= 4 and (near or tier == self.params != "disk")
+        there = self.comes(tier) and self.params.near
+        return item_bytes >= 4 and (there or (tier is self.params and not tier.stored))
 
 
 class _Share:
@@ -121,17 +126,16 @@ class _HostRoom:
 class Placer:
     """Places groups, alike on every rank: shards have equal sizes, and each rank knows what the others keep.
 
-    resolve: maps a tier to what it is on this device; if the host is the device, nothing has a second copy.
+    host: what the host's tier is on this device; if the host is the device, nothing has a second copy.
     """
 
-    def __init__(self, offload: Offload, resolve: Callable[[Tier], Tier]) -> None:
+    def __init__(self, offload: Offload, host: Tier) -> None:
         self._offload = offload
-        self._resolve = resolve
+        self._host = host
         self._size = -(-offload.sub_group_size // ALIGN) * ALIGN
-        self._streamed = offload.step == "device"
         self._shares: dict[Kind, _Share] = {kind: _Share(offload.part(kind)) for kind in get_args(Kind)}
         budgets: dict[Kind, int | None] = {kind: offload.budget(kind) for kind in get_args(Kind)}
-        self._host = {kind: _HostRoom(limit) for kind, limit in budgets.items() if limit is not None}
+        self._room = {kind: _HostRoom(limit) for kind, limit in budgets.items() if limit is not None}
 
     def place(self, groups: Sequence[PlacementRequest]) -> list[Placement]:
         """Place all groups of a model, in its order."""
@@ -154,15 +158,13 @@ class Placer:
             )
 
     def _place(self, group: PlacementRequest, away: int) -> Placement:
-        wanted = "device" if group.resident else self._offload.params
-        params = self._tier("params", wanted, group.shard_numel, group.item_bytes)
+        params = ON_DEVICE if group.resident else self._tier("params", group.shard_numel, group.item_bytes)
         if not group.trainable:
             return Placement(params=params)
         records = tuple(self._cut(self._divide(group, params, away), group.divisible))
-        near = {"device", "host"} if self._streamed else {"device"}
-        stepped_there = {tier for _, tier in records} <= near
-        gradients = self._gradient_tier(group, stepped_there)
-        return Placement(records, group.moments, params, gradients, self._streamed)
+        placed = Placement(records, group.moments, params, streamed=self._offload.streams)
+        stepped_there = all(tier.near or placed.comes(tier) for _, tier in records)
+        return replace(placed, gradients=self._gradient_tier(group, stepped_there))
 
     def _leaving(self, groups: Sequence[PlacementRequest]) -> list[int]:
         """Return how many elements of each group have their optimizer state away from the device.
@@ -171,7 +173,7 @@ class Placer:
         """
         share = self._shares["optimizer"]
         sizes = [group.shard_numel if group.trainable else 0 for group in groups]
-        if self._offload.optimizer == "device":
+        if wanted(self._offload, "optimizer").near:
             return [0] * len(sizes)
         away = []
         for numel in sizes:
@@ -187,20 +189,19 @@ class Placer:
     def _divide(self, group: PlacementRequest, params: Tier, away: int) -> Iterator[tuple[int, Tier]]:
         """Divide the shard, from its beginning: what goes to the host, what goes to disk, what stays."""
         each = self._host_bytes(group, params)
-        host = self._take_host("optimizer", away, each, group.divisible, group.own_bytes)
-        on_disk = self._offload.optimizer == "disk"
-        if host < away and not on_disk:
+        host = self._take_host("optimizer", away, each, group.divisible, group.beside)
+        beyond = wanted(self._offload, "optimizer").beyond_budget
+        if host < away and beyond.near:
             self._shares["optimizer"].limited = True
-        disk = away - host if on_disk else 0
-        yield host, self._resolve("host")
-        yield disk, "disk"
-        yield group.shard_numel - host - disk, "device"
+        yield host, self._host
+        yield away - host, beyond
+        yield group.shard_numel - away, ON_DEVICE
 
     def _cut(self, stretches: Iterator[tuple[int, Tier]], divisible: bool) -> Iterator[tuple[int, Tier]]:
         """Cut stretches into sub-groups of the configured size; all that stays on the device is one."""
         near = 0
         for numel, tier in stretches:
-            if tier == "device":
+            if tier.near:
                 near += numel
                 continue
             while numel > 0:
@@ -208,50 +209,51 @@ class Placer:
                 yield size, tier
                 numel -= size
         if near:
-            yield near, "device"
+            yield near, ON_DEVICE
 
     def _take_host(self, kind: Kind, numel: int, each: int, divisible: bool, own: Sequence[int] = ()) -> int:
         """Return how many of `numel` elements, of `each` bytes, the host takes.
 
         own: bytes of each rank that are added if it takes all of them.
         """
-        if kind not in self._host:
-            return numel if getattr(self._offload, kind) == "host" else 0
-        if not numel or self._host[kind].take(numel * each, own):
+        if kind not in self._room:
+            return numel if wanted(self._offload, kind).in_host_memory else 0
+        if not numel or self._room[kind].take(numel * each, own):
             return numel
-        some = _rounded(self._host[kind].fits(each)) if divisible else 0
-        self._host[kind].take(some * each)
+        some = _rounded(self._room[kind].fits(each)) if divisible else 0
+        self._room[kind].take(some * each)
         return some
 
     def _leaves(self, kind: Kind) -> bool:
-        wanted: Tier | None = getattr(self._offload, kind)
-        return kind != "activations" and wanted is not None and self._resolve(wanted) != "device"
+        tier = wanted(self._offload, kind)
+        return kind != "activations" and not (self._host if tier.in_host_memory else tier).near
 
-    def _tier(self, kind: Kind, wanted: Tier, numel: int, each: int) -> Tier:
+    def _tier(self, kind: Kind, numel: int, each: int) -> Tier:
         """Return the tier of `numel` values, of `each` bytes, that stay together."""
-        share = self._shares[kind]
-        if wanted == "device" or not share.see(numel):
-            return "device"
-        on_host = self._take_host(kind, numel, each, divisible=False) == numel
-        if not on_host and wanted == "host":
+        share, tier = self._shares[kind], wanted(self._offload, kind)
+        if tier.near or not share.see(numel):
+            return ON_DEVICE
+        if self._take_host(kind, numel, each, divisible=False) == numel:
+            share.leave(numel)
+            return self._host
+        if tier.beyond_budget.near:
             share.limited = True
-            return "device"
-        share.leave(numel)
-        return self._resolve("host" if on_host else "disk")
+        else:
+            share.leave(numel)
+        return tier.beyond_budget
 
     def _gradient_tier(self, group: PlacementRequest, stepped_there: bool) -> Tier:
         """Return the gradients' tier. stepped_there: the device steps all of the group's optimizer state."""
-        wanted = self._offload.gradients
-        if wanted is not None:
-            return self._tier("gradients", wanted, group.shard_numel, group.gradient_bytes)
-        return "device" if stepped_there else self._resolve("host")
+        if self._offload.gradients is not None:
+            return self._tier("gradients", group.shard_numel, group.gradient_bytes)
+        return ON_DEVICE if stepped_there else self._host
 
     def _host_bytes(self, group: PlacementRequest, params: Tier) -> int:
         """Return the host bytes of an element's optimizer state, less a shard that is the master."""
         item_bytes = group.item_bytes
         record = (1 + group.moments) * max(item_bytes, 4)
-        there = Placement(params=params, streamed=self._streamed)
-        serves = there.shard_serves(item_bytes, self._resolve("host"))
+        there = Placement(params=params, streamed=self._offload.streams)
+        serves = there.shard_serves(item_bytes, self._host)
         return record - (item_bytes if serves else 0)
 
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from zero.config.offload import Tier
-from zero.tiers.placement import Placement
-from zero.tiers.split_master import LOWER, SplitMaster
-from zero.tiers.swap_file import PAGE, Section
-from zero.tiers.values import Values, at_least_fp32
+from zero.tiers.split_master import SplitMaster
+from zero.tiers.swap_file import Section
+from zero.tiers.values import Values
+
+if TYPE_CHECKING:
+    from zero.tiers.tier import Tier
 
 
 @dataclass(frozen=True)
@@ -69,34 +71,3 @@ class Record:
 
 def _is_on(values: Values, device: torch.device) -> bool:
     return isinstance(values, Tensor) and values.device == device
-
-
-@dataclass(frozen=True)
-class DiskFormat:
-    """What is kept on disk.
-
-    moments: a record's, per element. compact: of masters, keep only what bf16 weights lack.
-    """
-
-    moments: int = 0
-    compact: bool = False
-
-    def record(self, dtype: torch.dtype, splits: bool) -> list[torch.dtype]:
-        """Return a record's dtypes, by section. splits: the weights may be the master's upper half."""
-        return [LOWER if self.compact and splits else dtype, *([dtype] * self.moments)]
-
-    def nbytes(self, numel: int, dtype: torch.dtype, placement: Placement, gradient: torch.dtype) -> int:
-        """Return the bytes of a group of `numel` elements in `dtype`. gradient: its reduced slice's dtype."""
-        wide = at_least_fp32(dtype)
-        of_record = self.record(wide, dtype is torch.bfloat16)
-        sections = [(n, d) for n, tier in placement.optimizer if tier == "disk" for d in of_record]
-        if placement.params == "disk":
-            sections.append((numel, dtype))
-        if placement.gradients == "disk":
-            sections.append((numel, gradient))
-        return sum(section_bytes(*section) for section in sections)
-
-
-def section_bytes(numel: int, dtype: torch.dtype) -> int:
-    """Return a section's bytes on disk, in whole pages."""
-    return -(-numel * dtype.itemsize // PAGE) * PAGE

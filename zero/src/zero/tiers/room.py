@@ -14,6 +14,8 @@ from zero.errors import ZeroError
 from zero.tiers.stores import Stores
 
 T = TypeVar("T")
+SAFETY_EXACT = 0.02  # of the capacity, kept free where memory is counted to the byte
+SAFETY = 0.1  # elsewhere: caches, fragments, and what others take
 
 
 class OutOfMemoryError(ZeroError, torch.OutOfMemoryError):
@@ -65,3 +67,10 @@ def scalars(accelerator: Accelerator, purpose: str, count: int) -> tuple[Tensor,
     """Make `count` zeros, 0-dim fp32 on the device: once, so that no step has to find room for them."""
     with room_for(accelerator, purpose, None, 4 * count):
         return torch.zeros(count, dtype=torch.float32, device=accelerator.device).unbind()
+
+
+def usable(accelerator: Accelerator) -> int:
+    """Bytes of the device that may be planned with, out of what it has and what others leave of that."""
+    stats = accelerator.memory.stats()
+    safety = SAFETY_EXACT if accelerator.capabilities.counts_every_byte else SAFETY
+    return int(min(stats.capacity, stats.allocated + stats.free) * (1 - safety))

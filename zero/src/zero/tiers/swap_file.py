@@ -195,6 +195,11 @@ class Section(Stored):
         return Section(self.file, self.place + begin * self.dtype.itemsize, end - begin, self.dtype)
 
 
+def section_bytes(numel: int, dtype: torch.dtype) -> int:
+    """Return a section's bytes on disk, in whole pages."""
+    return -(-numel * dtype.itemsize // PAGE) * PAGE
+
+
 def page_aligned_part(buffer: Tensor) -> Tensor:
     """The part of a host buffer (uint8) that begins with a page; allocate PAGE bytes more than needed."""
     return buffer[-buffer.data_ptr() % PAGE :]

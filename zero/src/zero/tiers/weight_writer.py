@@ -3,23 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from accelz import HOST, Kernels
-from zero.tiers.carrier import Carrier
+from zero.tiers.stores import Stores
 from zero.tiers.values import Values, put
-
-
-class Places(Protocol):
-    """What a weight writer needs of the stores."""
-
-    @property
-    def carrier(self) -> Carrier: ...
-
-    def kernels(self, device: torch.device) -> Kernels: ...
 
 
 class WeightWriter:
@@ -28,8 +18,8 @@ class WeightWriter:
     narrow: where the optimizer's kernel writes 16-bit weights; None if it need not.
     """
 
-    def __init__(self, places: Places, shard: Values, master: Tensor) -> None:
-        self._places = places
+    def __init__(self, stores: Stores, shard: Values, master: Tensor) -> None:
+        self._stores = stores
         self._shard = shard
         self._master = master
         self._staging: Tensor | None = None
@@ -46,7 +36,7 @@ class WeightWriter:
         """
         if self._staging is not None:
             written = self.narrow is not None and (skip is None or not bool(skip))
-            kernels = self._places.kernels(self._staging.device)
+            kernels = self._stores.kernels(self._staging.device)
             complete(kernels, self._staging, self._master, stepped if written else ())
             self._send(self._staging)
         elif self.narrow is None and isinstance(self._shard, Tensor) and self._shard is not self._master:
@@ -57,7 +47,7 @@ class WeightWriter:
         if self.narrow is None or self._staging is not None:
             self.deliver(())
         else:
-            complete(self._places.kernels(self.narrow.device), self.narrow, self._master, ())
+            complete(self._stores.kernels(self.narrow.device), self.narrow, self._master, ())
 
     def _is_near(self, shard: Values) -> bool:
         return isinstance(shard, Tensor) and shard.device == self._master.device
@@ -65,12 +55,12 @@ class WeightWriter:
     def _make_staging(self, shard: Values) -> Tensor:
         numel, dtype = shard.numel(), shard.dtype
         if isinstance(shard, Tensor) and shard.device != HOST:
-            return self._places.carrier.slot(numel, dtype)
+            return self._stores.carrier.slot(numel, dtype)
         return torch.empty(numel, dtype=dtype, device=self._master.device)
 
     def _send(self, staging: Tensor) -> None:
         if isinstance(self._shard, Tensor) and self._shard.device != HOST:
-            self._places.carrier.to_device(staging, self._shard)
+            self._stores.carrier.to_device(staging, self._shard)
         else:
             put(self._shard, slice(0, staging.numel()), staging)
 

@@ -137,7 +137,7 @@ class Boundary:
 
     def _raise_disk_errors(self) -> None:
         """Raise OffloadError on every rank if the disk of any rank has failed. Collective."""
-        if self.config.tiers.path is not None:
+        if self.config.offload.path is not None:
             self.communicator.agree()
 
 

@@ -11,6 +11,7 @@ from zero.communication.communicator import Communicator
 from zero.config.training import Config
 from zero.gradients.group_gradients import GroupGradients
 from zero.gradients.reducer import GradientReducer
+from zero.tiers.tier import wanted
 from zero.training_pass.training_pass import TrainingPass
 from zero.training_pass.unit_hooks import UnitHooks
 
@@ -33,7 +34,7 @@ def hook_model(
         for index, parameter in enumerate(gradients.group.parameters):
             parameter.register_post_accumulate_grad_hook(_receiver(training_pass, gradients, index))
     module.register_forward_pre_hook(training_pass.begin_forward, with_kwargs=True, prepend=True)
-    if config.tiers.params == "disk":
+    if wanted(config.offload, "params").stored:
         module.register_forward_hook(training_pass.end_forward, always_call=True)
     if communicator.group.size > 1:
         module.register_forward_hook(training_pass.agree_on_forward)

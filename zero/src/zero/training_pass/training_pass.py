@@ -20,7 +20,7 @@ from torch.utils.hooks import unserializable_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from zero.communication.communicator import Communicator
-from zero.config.training import Config
+from zero.config.training import Config, dtype_named
 from zero.errors import CommunicationError, UsageError
 from zero.gradients.group_gradients import GroupGradients
 from zero.gradients.reducer import GradientReducer
@@ -32,6 +32,7 @@ from zero.sharding.sharded_unit import Keep, ShardedUnit
 from zero.sharding.tensors import map_tensors
 from zero.sharding.uncopied import Uncopied
 from zero.tiers.apart import apart
+from zero.tiers.tier import wanted
 from zero.tiers.tracer import Tracer
 from zero.training_pass.call import Call, CallEdges, number_of
 from zero.training_pass.call_order import CallOrder
@@ -101,7 +102,7 @@ class TrainingPass(Uncopied):
         self._forwards = 0  # with gradients, since the last backward
         self._issued = 0  # collectives, when the last forward began
         self._config = config
-        self._on_disk = config.tiers.params == "disk"
+        self._on_disk = wanted(config.offload, "params").stored
         self._communicator = communicator
         self._units = units
         self._integrity = integrity
@@ -152,7 +153,7 @@ class TrainingPass(Uncopied):
             self.schedule.begin(torch.is_grad_enabled())
             self._integrity.check_refreshed()
             self._tracer.begin()
-        dtype = self._config.dtype
+        dtype = dtype_named(self._config.precision)
         if not self._config.cast_inputs or dtype is None or dtype.itemsize > 2:
             return None
         return map_tensors(lambda t: t.to(dtype) if computes_in(t.dtype) else t, (args, kwargs))  # type: ignore[no-any-return]
@@ -212,7 +213,7 @@ class TrainingPass(Uncopied):
             self.order.settle()
         # Before the last micro-batch, only a disk may have anything to tell.
         with apart():
-            self._reducer.finish_backward(agree=self._last or self._config.tiers.path is not None)
+            self._reducer.finish_backward(agree=self._last or self._config.offload.path is not None)
         self._leave_backward()
         self._reset()
         torch.clear_autocast_cache()  # an autocast block that goes on must cast anew: these units are gone

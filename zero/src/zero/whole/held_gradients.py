@@ -21,14 +21,14 @@ from zero.errors import UsageError, some
 from zero.gradients.factor import GradientFactor, clip_coefficient
 from zero.gradients.group_gradients import GroupGradients
 from zero.gradients.reducer import GradientReducer
-from zero.gradients.stand_in import Multiplier, PieceGradient, ShardedGradient, StandIns
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
+from zero.sharding.stand_in import Multiplier, PieceGradient, ShardedGradient, StandIns
 from zero.tiers.values import changing
 from zero.whole.full_parameters import FullParameters
 
 
 class HeldGradients:
-    """See `gradients.stand_in.HeldGradient` for what loops ask of it.
+    """See `sharding.stand_in.HeldGradient` for what loops ask of it.
 
     changes: is given what the program has changed before a step, which must be the same on all ranks.
     """
@@ -114,7 +114,7 @@ class HeldGradients:
     def show(self) -> None:
         """Put stand-ins in place of gradients: the last backward of a step is over."""
         self._stand_ins.show(self._reducer.used())
-        self._of_pieces.show(self._optimizer.first_pieces_of(self._reducer.all))
+        self._of_pieces.show(self._optimizer.installed.first_of(self._reducer.all))
 
     def hide(self) -> None:
         """Take them away: there are no gradients any more."""

@@ -13,9 +13,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from zero.optimizer.owned import OwnedPiece
 from zero.optimizer.piece_state import in_memory_order, is_elementwise
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
+from zero.optimizer.stepped import SteppedPiece
 from zero.sharding.flat_group import FlatGroup
 from zero.sharding.sharded_unit import ShardedUnit
 from zero.tiers.stored import Stored
@@ -29,13 +29,13 @@ class OptimizerState:
 
     def __init__(self, full_parameters: FullParameters, optimizer: ShardedOptimizer) -> None:
         self._full_parameters = full_parameters
-        self._owned = optimizer.owned
+        self._subs_of = optimizer.subs_of
         self._state = optimizer.optimizer.state
 
     def of(self, name: str) -> dict[str, Tensor]:
         """The state of one parameter, whole, on every rank's device."""
         unit, group, index = self._full_parameters.locate(name)
-        if group not in self._owned or not group.layout.specs[index].numel:
+        if group not in self._subs_of or not group.layout.specs[index].numel:
             return {}
         with self._full_parameters.communicator.together(), group.room_for_whole(torch.float32):
             if self._is_whole(group):
@@ -45,13 +45,13 @@ class OptimizerState:
                 for key, kind in self._keys(group, index).items()
             }
 
-    def _pieces(self, group: FlatGroup, index: int) -> Iterator[OwnedPiece]:
-        found = (piece for owned in self._owned[group] for piece in owned.pieces)
+    def _pieces(self, group: FlatGroup, index: int) -> Iterator[SteppedPiece]:
+        found = (piece for stepped in self._subs_of[group] for piece in stepped.pieces)
         return (piece for piece in found if piece.piece.index == index)
 
     def _is_whole(self, group: FlatGroup) -> bool:
         """Whether the user's optimizer steps whole parameters of a group."""
-        first = self._owned[group][0]
+        first = self._subs_of[group][0]
         return first.count is None and (first.routes is not None or group.shards == 1)
 
     def _of_parameter(self, unit: ShardedUnit, group: FlatGroup, index: int) -> dict[str, Tensor]:
@@ -90,11 +90,11 @@ class OptimizerState:
         """One state tensor of a whole group: flat in buffer order, or one number per parameter."""
         numel = group.layout.shard_numel if kind == "elements" else len(group.names)
         flat = torch.zeros(numel, dtype=torch.float32, device=group.home.data.device)
-        for owned in self._owned[group]:
-            for piece in owned.pieces:
+        for stepped in self._subs_of[group]:
+            for piece in stepped.pieces:
                 value = self._state.get(piece.parameter, {}).get(key)
                 if value is not None and kind == "elements":
-                    target = flat[owned.sub.window][piece.piece.shard_slice]
+                    target = flat[stepped.sub.window][piece.piece.shard_slice]
                     with self._full_parameters.communicator.postponing_disk_errors():
                         target.copy_(in_memory_order(value, piece.parameter).to(flat.device))
                 elif value is not None:

@@ -42,7 +42,7 @@ class StateOffload:
         for it in a gather, and all may try again."""
         error: Exception | None = None
         try:
-            self._bring_own()
+            self._reload_alone()
         except Exception as problem:
             error = problem
         elsewhere = self._communicator.agree(error is not None)
@@ -56,7 +56,7 @@ class StateOffload:
         refill(self._units, frozen=True)
         self.away = False
 
-    def _bring_own(self) -> None:
+    def _reload_alone(self) -> None:
         for unit in self._units:
             unit.reload_state()
         self._optimizer.reload_state()

@@ -19,19 +19,19 @@ from torch.optim import Optimizer
 
 from zero.communication.communicator import Communicator
 from zero.errors import OptimizerError
-from zero.gradients.group_gradients import GroupGradients
-from zero.gradients.stand_in import PieceGradient, StandIns
 from zero.optimizer.joint import name_of
-from zero.optimizer.owned import OwnedSubGroup, Turn
 from zero.optimizer.parameter_exchange import ParameterExchange
-from zero.optimizer.pieces import bind, home_of, shaped, show
+from zero.optimizer.pieces import bind, shaped, show
+from zero.optimizer.stepped import ReducedGradients, SteppedSubGroup, Turn
+from zero.sharding.stand_in import PieceGradient, StandIns
 from zero.tiers.room import room_for
 from zero.tiers.stores import Stores
 from zero.tiers.tracer import Tracer
 from zero.tiers.values import Values, fetch
+from zero.tiers.weight_writer import WeightWriter
 
 
-class OwnStep:
+class SelfStepping:
     """optimizers: those that step themselves. tracer: told when a sub-group has the gradients that it is
     stepped with, and after the step. gradient_bytes, value_bytes: bytes of the device in use for fp32
     gradients, and for whole parameters."""
@@ -41,15 +41,15 @@ class OwnStep:
     ) -> None:
         self.gradient_bytes = 0
         self.value_bytes = 0
-        self._optimizers = tuple(optimizers)
+        self.optimizers = tuple(optimizers)
         self._names = name_of(*optimizers)
         self._stores = stores
         self._communicator = communicator
         self._tracer = tracer
         self._accelerator = stores.accelerator
         self._exchange = ParameterExchange(stores, communicator)
-        self._whole: dict[OwnedSubGroup, Tensor] = {}
-        self._wide: dict[OwnedSubGroup, Tensor] = {}
+        self._whole: dict[SteppedSubGroup, Tensor] = {}
+        self._wide: dict[SteppedSubGroup, Tensor] = {}
         self._gradients: dict[nn.Parameter, Tensor] = {}
         self._absent = StandIns(PieceGradient)
         self._meets = False  # whether this step has collectives
@@ -57,91 +57,90 @@ class OwnStep:
 
     def run(self, turns: Sequence[Turn], scale: Tensor | None) -> None:
         """Step these sub-groups."""
-        turns = [(owned, have) for owned, have in turns if owned.routes is None or owned.routes.total]
-        subs = [owned for owned, _ in turns]
-        exchanged = [(owned, have) for owned, have in turns if owned.routes is not None]
+        turns = [(stepped, have) for stepped, have in turns if stepped.routes is None or stepped.routes.total]
+        subs = [stepped for stepped, _ in turns]
+        exchanged = [(stepped, have) for stepped, have in turns if stepped.routes is not None]
         self._meets = bool(exchanged)
         try:
             with self._alone():
                 self._make_room(exchanged, scale)
             self._meet()
-            for owned, have in turns:
-                self._arrive(owned, have, scale)
-                self._tracer.mark("step", owned.group.unit)
+            for stepped, have in turns:
+                self._arrive(stepped, have, scale)
+                self._tracer.mark("step", stepped.group.unit)
             self._close_exchange()
             self._meet()
             with self._alone():
                 self._step_together(subs)
-                self._open_exchange([self._way_back(owned) for owned in self._whole])
+                self._open_exchange([self._way_back(stepped) for stepped in self._whole])
             self._meet()
             self._tracer.mark("step", "")
-            for owned in self._whole:
-                self._leave(owned)
+            for stepped in self._whole:
+                self._leave(stepped)
         finally:
             self._clear(subs)
-        for owned in subs:
-            self._stores.weight_writer(owned.sub.shard, owned.sub.kept.opened().master).deliver_master()
+        for stepped in subs:
+            WeightWriter(self._stores, stepped.sub.shard, stepped.master).deliver_master()
 
-    def bytes_for(self, subs: Sequence[OwnedSubGroup]) -> int:
+    def bytes_for(self, subs: Sequence[SteppedSubGroup]) -> int:
         """The most bytes that stepping these records on the device takes: what stays until all are stepped,
         and the room that they share for exchanges."""
-        each = {owned: owned.sub.kept.master.element_size() for owned in subs}
-        routed = [owned for owned in subs if owned.routes is not None]
-        stays = sum(
-            each[owned] * (owned.numel if owned.routes is None else 2 * owned.numel) for owned in subs
-        )
-        parts = max((each[owned] * owned.sub.numel for owned in routed), default=0)
-        wholes = max((each[owned] * owned.numel for owned in routed), default=0)
+        each = {stepped: stepped.record.master.element_size() for stepped in subs}
+        routed = [stepped for stepped in subs if stepped.routes is not None]
+        stays = sum(each[stepped] * stepped.numel * (1 if stepped.routes is None else 2) for stepped in subs)
+        parts = max((each[stepped] * stepped.sub.numel for stepped in routed), default=0)
+        wholes = max((each[stepped] * stepped.numel for stepped in routed), default=0)
         return stays + parts + wholes
 
     def _make_room(self, turns: Sequence[Turn], scale: Tensor | None) -> None:
         """Allocate what arrives from other ranks: whole parameters and their gradients."""
-        for owned, _ in turns:
-            master = owned.sub.kept.opened().master
-            with self._room("for whole parameters of", owned):
-                whole = self._whole[owned] = master.new_empty(owned.numel)
+        for stepped, _ in turns:
+            master = stepped.master
+            with self._room("for whole parameters of", stepped):
+                whole = self._whole[stepped] = master.new_empty(stepped.numel)
             self.value_bytes += self._on_device(whole)
-            with self._room("for the fp32 gradients of", owned):
-                wide = self._wide[owned] = master.new_empty(owned.numel)
+            with self._room("for the fp32 gradients of", stepped):
+                wide = self._wide[stepped] = master.new_empty(stepped.numel)
             self.gradient_bytes += self._on_device(wide)
-            for piece in owned.pieces:
-                bind(piece, shaped(whole, owned.group, piece.piece))
-        self._open_exchange([self._way_there(owned, have, scale) for owned, have in turns])
+            for piece in stepped.pieces:
+                bind(piece, shaped(whole, stepped.group, piece.piece))
+        self._open_exchange([self._way_there(turn, scale) for turn in turns])
 
-    def _way_there(self, owned: OwnedSubGroup, have: GroupGradients, scale: Tensor | None) -> tuple[int, int]:
+    def _way_there(self, turn: Turn, scale: Tensor | None) -> tuple[int, int]:
         """Bytes of the room in which a sub-group's values and gradients are exchanged."""
-        assert owned.routes is not None
-        master = owned.sub.kept.opened().master
+        stepped, have = turn
+        assert stepped.routes is not None
+        master = stepped.master
         ways: list[tuple[Values, Tensor | None]] = [(master, None), (have.slice.get(), scale)]
         sent = max(values.dtype.itemsize for values, _ in ways)
         came = max(0 if self._is_direct(each, master, by) else each.dtype.itemsize for each, by in ways)
-        return sent * sum(owned.routes.given), came * owned.routes.numel
+        return sent * sum(stepped.routes.given), came * stepped.routes.numel
 
-    def _way_back(self, owned: OwnedSubGroup) -> tuple[int, int]:
+    def _way_back(self, stepped: SteppedSubGroup) -> tuple[int, int]:
         """Bytes of the room in which stepped parameters go back."""
-        assert owned.routes is not None
-        whole, numel = self._whole[owned], sum(owned.routes.given)
+        assert stepped.routes is not None
+        whole, numel = self._whole[stepped], sum(stepped.routes.given)
         return whole.element_size() * numel, whole.nbytes - self._on_device(whole)
 
     def _is_direct(self, values: Values, target: Tensor, scale: Tensor | None) -> bool:
         """Whether values arrive where the optimizer has them, and as it has them."""
         return target.device == self._accelerator.device and values.dtype is target.dtype and scale is None
 
-    def _arrive(self, owned: OwnedSubGroup, have: GroupGradients, scale: Tensor | None) -> None:
+    def _arrive(self, stepped: SteppedSubGroup, have: ReducedGradients, scale: Tensor | None) -> None:
         """Bring what a sub-group is stepped with: its gradients, and the whole parameters if these are
         stepped."""
-        if owned.routes is None:
-            with self._alone(), self._room("for the fp32 gradients of", owned):
-                self._give(owned, have, self._slice(owned, have, scale))
+        if stepped.routes is None:
+            with self._alone(), self._room("for the fp32 gradients of", stepped):
+                self._give(stepped, have, self._slice(stepped, have, scale))
             return
-        self._assemble(owned, owned.sub.kept.opened().master, self._whole[owned], None)
-        self._assemble(owned, owned.sub.of(have.slice.get()), self._wide[owned], scale)
-        self._give(owned, have, self._wide[owned])
+        self._assemble(stepped, stepped.master, self._whole[stepped], None)
+        self._assemble(stepped, stepped.sub.of(have.slice.get()), self._wide[stepped], scale)
+        self._give(stepped, have, self._wide[stepped])
 
-    def _slice(self, owned: OwnedSubGroup, have: GroupGradients, scale: Tensor | None) -> Tensor:
+    def _slice(self, stepped: SteppedSubGroup, have: ReducedGradients, scale: Tensor | None) -> Tensor:
         """The gradients of a sub-group's pieces, one after another, in the memory and dtype of the master."""
-        master = owned.sub.kept.opened().master
-        came = fetch(owned.sub.of(have.slice.get()), home_of(owned), self._communicator)
+        master = stepped.master
+        came = fetch(stepped.sub.of(have.slice.get()), stepped.master.device, self._communicator)
         if scale is None and came.dtype is master.dtype:
             return came
         wide = torch.empty_like(came, dtype=master.dtype)
@@ -149,22 +148,24 @@ class OwnStep:
         self.gradient_bytes += self._on_device(wide)
         return wide
 
-    def _give(self, owned: OwnedSubGroup, have: GroupGradients, gradient: Tensor) -> None:
-        for piece in owned.pieces:
+    def _give(self, stepped: SteppedSubGroup, have: ReducedGradients, gradient: Tensor) -> None:
+        for piece in stepped.pieces:
             if piece.piece.index in have.used:
-                self._gradients[piece.parameter] = shaped(gradient, owned.group, piece.piece)
+                self._gradients[piece.parameter] = shaped(gradient, stepped.group, piece.piece)
 
-    def _assemble(self, owned: OwnedSubGroup, values: Values, target: Tensor, scale: Tensor | None) -> None:
+    def _assemble(
+        self, stepped: SteppedSubGroup, values: Values, target: Tensor, scale: Tensor | None
+    ) -> None:
         """Fill `target` with whole parameters from all ranks' parts of them in `values`, times `scale`."""
-        assert owned.routes is not None
-        parts = self._exchange.parts(owned.routes, values.dtype)
-        with self._alone(), self._room("for the parts of", owned):
-            self._exchange.cut(owned.routes, values, parts)
+        assert stepped.routes is not None
+        parts = self._exchange.parts(stepped.routes, values.dtype)
+        with self._alone(), self._room("for the parts of", stepped):
+            self._exchange.cut(stepped.routes, values, parts)
         direct = self._is_direct(values, target, scale)
-        whole = target if direct else self._exchange.whole(owned.routes, values.dtype)
-        self._exchange.assemble(owned.group, owned.routes, parts, whole)
+        whole = target if direct else self._exchange.whole(stepped.routes, values.dtype)
+        self._exchange.assemble(stepped.group, stepped.routes, parts, whole)
         if not direct:
-            with self._alone(), self._room("for whole parameters of", owned):
+            with self._alone(), self._room("for whole parameters of", stepped):
                 self._widen(target, whole, scale)
 
     def _widen(self, target: Tensor, values: Tensor, scale: Tensor | None) -> None:
@@ -207,27 +208,27 @@ class OwnStep:
         self.value_bytes -= self._exchange.nbytes
         self._exchange.close()
 
-    def _room(self, purpose: str, owned: OwnedSubGroup) -> AbstractContextManager[None]:
-        numel = owned.numel + (0 if owned.routes is None else owned.sub.numel)
-        nbytes = owned.sub.kept.master.element_size() * numel
-        return room_for(self._accelerator, purpose, owned.group.unit, nbytes)
+    def _room(self, purpose: str, stepped: SteppedSubGroup) -> AbstractContextManager[None]:
+        numel = stepped.numel + (0 if stepped.routes is None else stepped.sub.numel)
+        nbytes = stepped.record.master.element_size() * numel
+        return room_for(self._accelerator, purpose, stepped.group.unit, nbytes)
 
-    def _step_together(self, subs: Sequence[OwnedSubGroup]) -> None:
+    def _step_together(self, subs: Sequence[SteppedSubGroup]) -> None:
         """Run the optimizers' steps, whatever tensors they put the values into."""
-        nbytes = sum(4 * owned.numel for owned in subs)
+        nbytes = sum(4 * stepped.numel for stepped in subs)
         with room_for(self._accelerator, f"for the step of {self._names}", None, nbytes):
             self._absent.show(self._gradients)
-            for optimizer in self._optimizers:
+            for optimizer in self.optimizers:
                 # After all other hooks, which would take a slice for a gradient.
                 handle = optimizer.register_step_pre_hook(self._hand_over)
                 try:
                     optimizer.step()
                 finally:
                     handle.remove()
-        for owned in subs:
-            values = self._whole.get(owned, owned.sub.kept.opened().master)
-            for piece in owned.pieces:
-                place = shaped(values, owned.group, piece.piece)
+        for stepped in subs:
+            values = self._whole.get(stepped, stepped.master)
+            for piece in stepped.pieces:
+                place = shaped(values, stepped.group, piece.piece)
                 if piece.parameter.data_ptr() != place.data_ptr():
                     place.copy_(piece.parameter.detach())
                     bind(piece, place)
@@ -238,16 +239,16 @@ class OwnStep:
             if (gradient := self._gradients.get(parameter)) is not None:
                 parameter.grad = gradient
 
-    def _leave(self, owned: OwnedSubGroup) -> None:
+    def _leave(self, stepped: SteppedSubGroup) -> None:
         """Send stepped whole parameters back to the ranks' masters."""
-        assert owned.routes is not None
-        master = owned.sub.kept.opened().master
-        self._exchange.take_apart(owned.group, owned.routes, self._whole[owned], master)
+        assert stepped.routes is not None
+        master = stepped.master
+        self._exchange.take_apart(stepped.group, stepped.routes, self._whole[stepped], master)
 
     def _on_device(self, values: Tensor) -> int:
         return values.nbytes if values.device == self._accelerator.device else 0
 
-    def _clear(self, subs: Sequence[OwnedSubGroup]) -> None:
+    def _clear(self, subs: Sequence[SteppedSubGroup]) -> None:
         self.gradient_bytes = self.value_bytes = 0
         self._exchange.close()
         self._failure = None
@@ -255,8 +256,8 @@ class OwnStep:
         self._wide.clear()
         self._gradients.clear()
         self._absent.hide()
-        for owned in subs:
-            for piece in owned.pieces:
+        for stepped in subs:
+            for piece in stepped.pieces:
                 piece.parameter.grad = None
-                if owned.routes is not None:
-                    show(owned, piece)
+                if stepped.routes is not None:
+                    show(stepped, piece)

@@ -4,20 +4,45 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from torch import Tensor, nn
 
-from zero.gradients.group_gradients import GroupGradients
 from zero.optimizer.kernel_rules import Rule
 from zero.optimizer.routes import Routes
 from zero.sharding.alterations import versions_of
 from zero.sharding.flat_group import FlatGroup
 from zero.sharding.layout import Piece
 from zero.sharding.sub_group import SubGroup
+from zero.tiers.record import Record
+from zero.tiers.values import Values
+
+
+class ReducedSlice(Protocol):
+    """This rank's slice of a group's reduced gradients. present: whether there is one."""
+
+    @property
+    def present(self) -> bool: ...
+
+    def get(self) -> Values:
+        """The gradient, (shard_numel,), in its tier; waits for one that is on its way."""
+
+
+class ReducedGradients(Protocol):
+    """The gradients that a group is stepped with. used: the parameters that have one, by index."""
+
+    @property
+    def group(self) -> FlatGroup: ...
+
+    @property
+    def used(self) -> set[int]: ...
+
+    @property
+    def slice(self) -> ReducedSlice: ...
 
 
 @dataclass
-class OwnedPiece:
+class SteppedPiece:
     """What the optimizer has in place of a parameter.
 
     piece: which part of the parameter it is, and where that lies: in the sub-group or, where whole parameters
@@ -41,7 +66,7 @@ class StepCount:
 
 
 @dataclass(eq=False)
-class OwnedSubGroup:
+class SteppedSubGroup:
     """A sub-group of `group` with this rank's pieces.
 
     rule: of the kernel that steps it; None where the user's optimizer does. routes: where pieces are whole
@@ -53,7 +78,7 @@ class OwnedSubGroup:
     sub: SubGroup
     rule: Rule | None
     routes: Routes | None = None
-    pieces: list[OwnedPiece] = field(default_factory=list)
+    pieces: list[SteppedPiece] = field(default_factory=list)
     count: StepCount | None = None
 
     @property
@@ -67,12 +92,21 @@ class OwnedSubGroup:
         """Elements that this rank steps."""
         return self.sub.numel if self.routes is None else self.routes.numel
 
-    def name_of(self, piece: OwnedPiece) -> str:
+    @property
+    def record(self) -> Record:
+        return self.sub.record
+
+    @property
+    def master(self) -> Tensor:
+        """The master of a record in memory; the state of the pieces is on the same device."""
+        return self.record.opened().master
+
+    def name_of(self, piece: SteppedPiece) -> str:
         return self.group.names[piece.piece.index]
 
     def originals(self) -> list[Tensor]:
         """What a step reads besides the gradient: a record in memory, and the optimizer's views of it."""
-        state = self.sub.kept.opened()
+        state = self.sub.record.opened()
         views = [piece.parameter for piece in self.pieces]
         return [state.master, *state.moments, self.counted.steps, *views]
 
@@ -117,5 +151,5 @@ class OwnedSubGroup:
         return slice(self.pieces[first].piece.shard_start, self.pieces[end - 1].piece.shard_slice.stop)
 
 
-Turn = tuple[OwnedSubGroup, GroupGradients]
+Turn = tuple[SteppedSubGroup, ReducedGradients]
 """A sub-group to be stepped, and its gradients."""

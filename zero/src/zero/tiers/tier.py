@@ -1,0 +1,200 @@
+"""The tiers: the device's memory, the host's, a disk. What differs between them is in this module alone."""
+
+from __future__ import annotations
+
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor
+
+from accelz import HOST, Accelerator
+from zero.config.offload import Kind, Offload
+from zero.tiers.record import Record
+from zero.tiers.split_master import LOWER, SplitMaster
+from zero.tiers.stored import Stored
+from zero.tiers.swap_file import Section, section_bytes
+from zero.tiers.values import Values
+
+if TYPE_CHECKING:
+    from zero.tiers.stores import Stores
+
+
+class Tier(ABC):
+    """Where state may be between its uses.
+
+    name: as in the settings. Exactly one of these holds. near: it is the device's memory. in_host_memory: it
+    is the host's, where there is one besides the device's. stored: values must be read to be used.
+    """
+
+    name: ClassVar[str]
+    near: ClassVar[bool] = False
+    in_host_memory: ClassVar[bool] = False
+    stored: ClassVar[bool] = False
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def on(self, accelerator: Accelerator) -> Tier:
+        """Return the tier that this one amounts to on a device."""
+        return self
+
+    @property
+    def beyond_budget(self) -> Tier:
+        """The tier of what is to be here, but finds no room within a budget of host memory."""
+        return self
+
+    def memory(self, accelerator: Accelerator) -> torch.device:
+        """Return the device of values that are used where they are, and whose kernels step them."""
+        return HOST
+
+    def nbytes(self, numel: int, *dtypes: torch.dtype) -> int:
+        """Return the bytes that values of `numel` elements take here, one after another in these dtypes."""
+        return sum(numel * dtype.itemsize for dtype in dtypes)
+
+    def record_dtypes(self, dtype: torch.dtype, moments: int, splits: bool) -> list[torch.dtype]:
+        """Return the dtypes of master and moments. splits: the weights are the master's upper half."""
+        return [dtype] * (1 + moments)
+
+    def place(self, stores: Stores, numel: int, dtype: torch.dtype) -> Stored | None:
+        """Return a place for values yet to come; None where they need none."""
+        return None
+
+    @abstractmethod
+    def keep(self, stores: Stores, values: Tensor) -> Values:
+        """Return the values here: a copy, or in the device's memory the values themselves."""
+
+    def new_record(
+        self,
+        stores: Stores,
+        values: Tensor,
+        dtype: torch.dtype,
+        moments: int,
+        weights: Callable[[], Values] | None,
+    ) -> Record:
+        """Make a record whose master is a copy of `values` in `dtype`; `add_moments` completes it.
+
+        moments: how many there will be; on disk they have their space from the beginning. weights(): the bf16
+        weights, if these may serve as the upper half of a master on disk.
+        """
+        there = values.to(self.memory(stores.accelerator))
+        return Record(self, self._make(stores, torch.empty, values.numel(), dtype).copy_(there))
+
+    def add_moments(self, stores: Stores, record: Record, moments: int) -> None:
+        """Add zero moments to a record that is here."""
+        numel, dtype = record.master.numel(), record.master.dtype
+        record.moments = tuple(self._make(stores, torch.zeros, numel, dtype) for _ in range(moments))
+
+    def _make(self, stores: Stores, make: Callable[..., Tensor], numel: int, dtype: torch.dtype) -> Tensor:
+        return make(numel, dtype=dtype, device=self.memory(stores.accelerator))
+
+    def moved(self, stores: Stores, record: Record, shard: Values, streamed: bool) -> Record:
+        """Return a record in memory moved here.
+
+        The shard itself serves as an fp32 master if it is here, or on the device if the record is streamed
+        there.
+        """
+        old, here = record.opened(), self.memory(stores.accelerator)
+        near = (here, stores.accelerator.device) if streamed else (here,)
+        serves = isinstance(shard, Tensor) and shard.device in near and shard.dtype is old.master.dtype
+        master = shard if serves else old.master.to(here)
+        return Record(self, master, tuple(m.to(here) for m in old.moments))
+
+
+class DeviceMemory(Tier):
+    name = "device"
+    near = True
+
+    def memory(self, accelerator: Accelerator) -> torch.device:
+        return accelerator.device
+
+    def keep(self, stores: Stores, values: Tensor) -> Tensor:
+        return values
+
+
+class HostMemory(Tier):
+    name = "host"
+    in_host_memory = True
+
+    def on(self, accelerator: Accelerator) -> Tier:
+        return ON_DEVICE if accelerator.device.type == HOST.type else self
+
+    @property
+    def beyond_budget(self) -> Tier:
+        return ON_DEVICE
+
+    def keep(self, stores: Stores, values: Tensor) -> Tensor:
+        return stores.accelerator.memory.empty_host(tuple(values.shape), values.dtype).copy_(values)
+
+    def _make(self, stores: Stores, make: Callable[..., Tensor], numel: int, dtype: torch.dtype) -> Tensor:
+        if (
+            stores.offload.streams
+        ):  # page-locked, for the device to copy from; the host's kernels need not that
+            return stores.accelerator.memory.empty_host((numel,), dtype).zero_()
+        return super()._make(stores, make, numel, dtype)
+
+
+class Disk(Tier):
+    """A rank's swap file in a folder."""
+
+    name = "disk"
+    stored = True
+
+    def folder(self, offload: Offload) -> Path:
+        """Return the folder of the swap file."""
+        assert offload.path is not None
+        return offload.path
+
+    def nbytes(self, numel: int, *dtypes: torch.dtype) -> int:
+        return sum(section_bytes(numel, dtype) for dtype in dtypes)
+
+    def record_dtypes(self, dtype: torch.dtype, moments: int, splits: bool) -> list[torch.dtype]:
+        return [LOWER if splits else dtype, *([dtype] * moments)]
+
+    def place(self, stores: Stores, numel: int, dtype: torch.dtype) -> Section:
+        return self._allocate(stores, numel, [dtype])[0]
+
+    def keep(self, stores: Stores, values: Tensor) -> Section:
+        section = self.place(stores, values.numel(), values.dtype)
+        section.write(values)
+        return section
+
+    def new_record(
+        self,
+        stores: Stores,
+        values: Tensor,
+        dtype: torch.dtype,
+        moments: int,
+        weights: Callable[[], Values] | None,
+    ) -> Record:
+        splits = stores.offload.compact and weights is not None
+        dtypes = self.record_dtypes(dtype, moments, splits)
+        first, *rest = self._allocate(stores, values.numel(), dtypes)
+        master = SplitMaster(weights, first) if splits and weights is not None else first
+        master.write(values)
+        return Record(self, master, tuple(rest))
+
+    def add_moments(self, stores: Stores, record: Record, moments: int) -> None:
+        """They exist already, as the file starts out as zeros."""
+
+    def _allocate(self, stores: Stores, numel: int, dtypes: Sequence[torch.dtype]) -> list[Section]:
+        """Allocate adjacent sections of `numel` elements, each of whole pages, zero at first.
+
+        Raises OffloadError on a full disk.
+        """
+        file, sizes = stores.swap_file(self), [section_bytes(numel, dtype) for dtype in dtypes]
+        ends = itertools.accumulate(sizes, initial=file.allocate(sum(sizes)))
+        return [Section(file, begin, numel, dtype) for begin, dtype in zip(ends, dtypes, strict=False)]
+
+
+ON_DEVICE, ON_HOST, ON_DISK = DeviceMemory(), HostMemory(), Disk()
+TIERS = (ON_DEVICE, ON_HOST, ON_DISK)
+_BY_NAME: dict[str, Tier] = {tier.name: tier for tier in TIERS}
+
+
+def wanted(offload: Offload, kind: Kind) -> Tier:
+    """Return the tier that the settings ask for; of what they say nothing about, the device."""
+    return _BY_NAME[getattr(offload, kind) or ON_DEVICE.name]
