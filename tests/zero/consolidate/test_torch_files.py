@@ -81,7 +81,7 @@ def test_a_model_s_directory_as_it_is_written(tmp_path: Path, limit: int) -> Non
     torch.save(tensors(), tmp_path / "model.pt")
     with open_source(tmp_path / "model.pt") as source:
         consolidate(source, tmp_path / "bin", Options(dtype="keep", format="torch", max_shard_size=limit))
-    assert (tmp_path / "bin" / torch_weights.INDEX).exists() == (limit == 2000)
+    assert (tmp_path / "bin" / torch_weights.LAYOUT.index).exists() == (limit == 2000)
     assert saved.same(read(tmp_path / "bin", tmp_path / "out"), tensors())
 
 
@@ -170,7 +170,7 @@ def shards(folder: Path, parts: dict[str, dict[str, Tensor]], weight_map: dict[s
     folder.mkdir()
     for file, state in parts.items():
         torch.save(state, folder / file)
-    (folder / torch_weights.INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    (folder / torch_weights.LAYOUT.index).write_text(json.dumps({"weight_map": weight_map}))
     return folder
 
 

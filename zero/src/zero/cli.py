@@ -147,12 +147,8 @@ def plan(
     from zero.planning import command
     from zero.planning import target as targets
 
-    named = {
-        "stage": stage,
-        "shard_ranks": shard_ranks,
-        "precision": precision,
-        "offload": targets.offload_of(offload) if offload else None,
-    }
+    placed = targets.offload_of(offload) if offload else None
+    named = {"stage": stage, "shard_ranks": shard_ranks, "precision": precision, "offload": placed}
     changes = {name: value for name, value in named.items() if value is not None}
     settings = targets.settings(config, changes, ranks)
     options = targets.options_of(optimizer_options)

@@ -77,12 +77,13 @@ def load(
         _check_same(together(lambda: [str(where), _open(engine, storage, where, opened)]))
         load = _Load(engine, opened[0], options)
         together(load.check)
-        before_change(not load.left_out)
+        left_out = load.loaded.left_out
+        before_change(not left_out)
         together(load.fill)
         load.spread()
         together(load.restore)
-        if load.left_out and engine.rank == 0:
-            _log.warning(_SAVED_WITHOUT, where, len(load.left_out), some(load.left_out))
+        if left_out and engine.rank == 0:
+            _log.warning(_SAVED_WITHOUT, where, len(left_out), some(left_out))
         return load.loaded
     finally:
         for checkpoint in opened:
@@ -109,10 +110,9 @@ def _check_same(seen: Sequence[tuple[str, int]]) -> None:
 
 
 class _Load:
-    """One load. Its public methods are called in the order in which they stand.
+    """One load. Its public methods are called in the order in which they stand. loaded: from check() on."""
 
-    left_out: see `Loaded`, from check() on.
-    """
+    loaded: Loaded
 
     def __init__(self, engine: EngineParts, checkpoint: Checkpoint, options: LoadOptions) -> None:
         self._engine = engine
@@ -121,13 +121,10 @@ class _Load:
         self._options = options
         self._reader = TensorReader(checkpoint)
         self._sources: dict[str, str] = {}
-        self.left_out: tuple[str, ...] = ()
         self._optimizer: OptimizerLoad | None = None  # None: it stays as it is
         self._random_states: dict[str, Any] = {}
         self._extra_state = entries_of(engine.module).rest.keys()
         self._extra_values: dict[str, Any] = {}
-        self._state: dict[str, Any] = {}
-        self._rank_states: tuple[dict[str, Any], ...] = ()
 
     def check(self) -> None:
         """Raise StateError or UsageError if anything does not fit. Changes nothing."""
@@ -140,8 +137,6 @@ class _Load:
             lambda one, other: self._reader.same(model_key(one), model_key(other)),
             left_out,
         )
-        if left_out:
-            self.left_out = tuple(target.name for target in wanted if target.name not in self._sources)
         if options.strict:
             mine, saved = self._extra_state, self._manifest.extra_state.keys()
             missing = mine - saved - set(left_out)
@@ -149,14 +144,16 @@ class _Load:
         if not options.weights_only:
             self._optimizer = OptimizerLoad(self._engine, self._manifest, self._reader, self._sources)
             self._optimizer.check(options.strict)
-        self._decode()
+        left = tuple(target.name for target in wanted if target.name not in self._sources)
+        self._decode(left if left_out else ())
         self._check_restore(options.restore)
 
-    def _decode(self) -> None:
+    def _decode(self, left_out: tuple[str, ...]) -> None:
         """Read all user values, and the random state of this rank if it is to be restored, and check that."""
         manifest, decode = self._manifest, self._reader.decode
-        self._state = decode(manifest.state)
-        self._rank_states = tuple(decode(rank.state) for rank in manifest.ranks)
+        state, rank_states = decode(manifest.state), tuple(decode(rank.state) for rank in manifest.ranks)
+        path, ranks = self._checkpoint.path, manifest.world_size
+        self.loaded = Loaded(path, manifest.steps, ranks, state, rank_states, left_out)
         self._extra_values = {
             name: decode(manifest.extra_state[name])
             for name in self._extra_state & manifest.extra_state.keys()
@@ -167,9 +164,10 @@ class _Load:
                 random_state.check(self._random_states)
 
     def _check_restore(self, restore: Mapping[str, Any]) -> None:
-        lost = [name for name in restore if name not in self._state]
+        state = self.loaded.state
+        lost = [name for name in restore if name not in state]
         if lost:
-            raise StateError(f"restore: the checkpoint's state has no {lost}; it has {list(self._state)}")
+            raise StateError(f"restore: the checkpoint's state has no {lost}; it has {list(state)}")
         for name, value in restore.items():
             if not hasattr(value, "load_state_dict"):
                 raise UsageError(
@@ -202,17 +200,4 @@ class _Load:
         if scale is not None and saved is not None and not self._options.weights_only:
             scale.restore(saved.scale, saved.good_steps, saved.skipped_steps)
         for name, value in self._options.restore.items():
-            value.load_state_dict(self._state[name])
-
-    @property
-    def loaded(self) -> Loaded:
-        """The result for the caller."""
-        manifest = self._manifest
-        return Loaded(
-            self._checkpoint.path,
-            manifest.steps,
-            manifest.world_size,
-            self._state,
-            self._rank_states,
-            self.left_out,
-        )
+            value.load_state_dict(self.loaded.state[name])

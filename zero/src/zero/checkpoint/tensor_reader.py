@@ -9,30 +9,16 @@ from torch import Tensor
 
 from accelz import HOST
 from zero.files.dtypes import TORCH
+from zero.files.manifest import Sized
 from zero.files.stream import CHUNK
 from zero.files.value_forms import decode
 from zero.tiers.host_memory import bytes_of
 
 
-class TensorFacts(Protocol):
-    """What is known of a stored tensor: see manifest.TensorEntry."""
-
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def stride(self) -> tuple[int, ...] | None: ...
-    @property
-    def numel(self) -> int: ...
-    @property
-    def item_bytes(self) -> int: ...
-
-
 class Tensors(Protocol):
     """Stored tensors by key, of which any part can be read: an open checkpoint, or other files."""
 
-    def tensor(self, key: str) -> TensorFacts:
+    def tensor(self, key: str) -> Sized:
         """What is known of a tensor."""
 
     def read(self, key: str, start: int, into: memoryview) -> None:

@@ -158,7 +158,7 @@ def verify(
     workers = workers or default_workers()
     limit = chunk_bytes(memory, workers)
     total = sum(chunk.nbytes for chunk in _typed(source, source.everything(limit)))
-    told = _Told(progress, "verifying", total)
+    told = _adding_up(progress, "verifying", total)
     problems: list[str] = []
 
     def check(chunk: Chunk, buffers: Buffers) -> None:
@@ -189,21 +189,18 @@ def _typed(source: Source, chunks: Iterator[Chunk]) -> Iterator[Chunk]:
             yield replace(chunk, read=partial(read, chunk))
 
 
-class _Told:
-    """Adds up the bytes that are done, and reports them."""
+def _adding_up(progress: OnProgress, what: str, total: int) -> Callable[[int], None]:
+    """A function that adds up the bytes that are done, and reports them."""
+    lock, done = threading.Lock(), 0
 
-    def __init__(self, progress: OnProgress, what: str, total: int) -> None:
-        self._progress = progress
-        self._what = what
-        self._total = total
-        self._done = 0
-        self._lock = threading.Lock()
-        self(0)
+    def told(nbytes: int) -> None:
+        nonlocal done
+        with lock:
+            done += nbytes
+            progress(what, done, total)
 
-    def __call__(self, nbytes: int) -> None:
-        with self._lock:
-            self._done += nbytes
-            self._progress(self._what, self._done, self._total)
+    told(0)
+    return told
 
 
 @dataclass(frozen=True)
@@ -249,7 +246,7 @@ class _Job:
         handle: Callable[[Chunk, Buffers], int],
     ) -> None:
         nbytes = sum(t.nbytes for file in self.plan.files for t in file.tensors if t.tensor in counted)
-        told = _Told(self.progress, what, nbytes)
+        told = _adding_up(self.progress, what, nbytes)
         chunks = _typed(self.source, self.source.chunks(read, self.limit))
         run(chunks, self.workers, self.limit, lambda chunk, buffers: told(handle(chunk, buffers)))
 

@@ -58,10 +58,14 @@ class _Record(BaseModel):
 
 
 class Sized:
-    """What has the size of a tensor. dtype: named as in safetensors."""
+    """What has the size of a tensor.
+
+    dtype: named as in safetensors. stride: in elements; None where the memory order is row-major.
+    """
 
     dtype: str
     shape: tuple[int, ...]
+    stride: tuple[int, ...] | None
 
     @property
     def numel(self) -> int:

@@ -20,10 +20,9 @@ from zero.files.header import METADATA
 from zero.files.manifest import ITEM_BYTES, LONGEST_HEADER, MOST_DIMENSIONS, Sized
 from zero.files.storage import DISK
 from zero.files.strict_json import parse
-from zero.files.weight_map import check_weight_map, read_weight_map
+from zero.files.weight_map import Layout
 
-WHOLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
+LAYOUT = Layout("model.safetensors", "model.safetensors.index.json")
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class SafeTensor(Sized):
 def is_safetensors(path: Path) -> bool:
     """Whether a path is a safetensors file, or a directory with such files of a model."""
     if path.is_dir():
-        return (path / INDEX).exists() or (path / WHOLE).exists()
+        return LAYOUT.is_in(path)
     return path.suffix == ".safetensors" and path.exists()
 
 
@@ -56,12 +55,9 @@ def describe(path: Path) -> list[SafeTensor]:
     Raises CheckpointError for a file that is missing, cannot be read, or has an unknown dtype, and
     CorruptCheckpointError for files that contradict themselves or each other.
     """
-    if not path.is_dir() or not (path / INDEX).exists():
-        return _in_file(path / WHOLE if path.is_dir() else path)
-    weight_map = read_weight_map(path / INDEX)
-    found = [tensor for name in sorted(set(weight_map.values())) for tensor in _in_file(path / name)]
-    names = [(name, tensor.path.name) for tensor in found for name in (tensor.name, *tensor.aliases)]
-    check_weight_map(path / INDEX, weight_map, names)
+    files, check = LAYOUT.files(path)
+    found = [tensor for file in files for tensor in _in_file(file)]
+    check((name, tensor.path.name) for tensor in found for name in (tensor.name, *tensor.aliases))
     return found
 
 

@@ -239,16 +239,12 @@ class Storage:
         claim succeeds.
         """
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            claimed = _claim(descriptor, wait)
-        except OSError:
+        claimed = _claim(descriptor, wait)
+        if claimed is None:
             os.close(descriptor)
             descriptor = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            try:
-                claimed = _claim(descriptor, wait)
-            except OSError:
-                claimed = True
-        if claimed:
+            claimed = _claim(descriptor, wait)
+        if claimed is not False:
             return Lock(descriptor)
         os.close(descriptor)
         return None
@@ -353,12 +349,14 @@ def _allocate(descriptor: int, size: int) -> None:
         os.truncate(descriptor, size)
 
 
-def _claim(descriptor: int, wait: bool) -> bool:
-    """Try to lock an open file; returns whether that succeeded. Raises OSError where locks do not exist."""
+def _claim(descriptor: int, wait: bool) -> bool | None:
+    """Try to lock an open file; returns whether that succeeded, None where locks do not exist."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError:
         return False
+    except OSError:
+        return None
     return True
 
 

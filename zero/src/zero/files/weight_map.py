@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from zero.errors import CheckpointError, CorruptCheckpointError
@@ -12,12 +15,32 @@ from zero.files.strict_json import parse
 _LARGEST_INDEX = 1 << 26  # bytes
 
 
-def read_weight_map(index: Path) -> dict[str, str]:
-    """Read which file has each name. All files are beside the index.
+@dataclass(frozen=True)
+class Layout:
+    """How a model's directory names its files. whole: the only one. index: what tells which has each name."""
 
-    Raises CorruptCheckpointError for an index that makes no sense, and CheckpointError for one that cannot be
-    read and for a file that is not beside it.
-    """
+    whole: str
+    index: str
+
+    def is_in(self, path: Path) -> bool:
+        """Whether a directory has such files."""
+        return (path / self.index).exists() or (path / self.whole).exists()
+
+    def files(self, path: Path) -> tuple[list[Path], Callable[[Iterable[tuple[str, str]]], None]]:
+        """The files at `path`, which may be one itself, and a check of what they hold.
+
+        The check takes the names of all tensors, each with that of its file. Raises CorruptCheckpointError
+        for an index that makes no sense or is not right, and CheckpointError for one that cannot be read and
+        for a file that is not beside it.
+        """
+        index = path / self.index
+        if not path.is_dir() or not index.exists():
+            return [path / self.whole if path.is_dir() else path], lambda _: None
+        weight_map = _read(index)
+        return [path / name for name in sorted(set(weight_map.values()))], partial(_check, index, weight_map)
+
+
+def _read(index: Path) -> dict[str, str]:
     with typed(index, "cannot be used"):
         weight_map = parse(read_whole(DISK, index, _LARGEST_INDEX))["weight_map"]
         names = set(weight_map.values())
@@ -30,8 +53,7 @@ def read_weight_map(index: Path) -> dict[str, str]:
     return dict(weight_map)
 
 
-def check_weight_map(index: Path, weight_map: dict[str, str], found: list[tuple[str, str]]) -> None:
-    """Raise CorruptCheckpointError unless the index is right. found: names of tensors and of their files."""
+def _check(index: Path, weight_map: dict[str, str], found: Iterable[tuple[str, str]]) -> None:
     places: dict[str, str] = {}
     for name, file in found:
         if name in places:

@@ -145,9 +145,8 @@ def _first(value: Any, *_: Any) -> Any:
 
 
 def _subclass(rebuild: Any, kind: Any, arguments: Any, *_: Any) -> StoredTensor:
-    if rebuild not in _REBUILDS or type(arguments) is not tuple or len(arguments) > _MOST_ARGUMENTS:
-        raise ValueError("what should make a tensor of a class of its own makes none")
-    tensor = rebuild(*arguments)
+    known = rebuild in _REBUILDS and type(arguments) is tuple and len(arguments) <= _MOST_ARGUMENTS
+    tensor = rebuild(*arguments) if known else None
     if not isinstance(tensor, StoredTensor):
         raise ValueError("what should make a tensor of a class of its own makes none")
     return tensor

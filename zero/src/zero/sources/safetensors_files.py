@@ -20,17 +20,13 @@ class SafetensorsSource(RecordSource):
 
     def describe(self) -> None:
         files: dict[Path, list[FileRecord]] = {}
-        infos: list[TensorInfo] = []
-        places: list[tuple[Path, FileRecord]] = []
-        for tensor in describe(self.path):
+        found = describe(self.path)
+        self.tensors = tuple(
+            TensorInfo(t.name, t.shape, t.dtype, t.dtype, "parameter", t.aliases) for t in found
+        )
+        for index, tensor in enumerate(found):
             record = FileRecord(tensor.name, tensor.offset, tensor.nbytes, None)
             files.setdefault(tensor.path, []).append(record)
-            places.append((tensor.path, record))
-            infos.append(
-                TensorInfo(tensor.name, tensor.shape, tensor.dtype, tensor.dtype, "parameter", tensor.aliases)
-            )
-        self.tensors = tuple(infos)
+            self.place_stretch(index, tensor.path, record, 0, tensor.numel)
         for path, records in files.items():
             self.add_file(path, records)
-        for index, (path, record) in enumerate(places):
-            self.place_stretch(index, path, record, 0, infos[index].numel)

@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from zero.errors import CheckpointError, CorruptCheckpointError
-from zero.files.weight_map import check_weight_map, read_weight_map
+from zero.files.weight_map import Layout
 from zero.sources.inert_pickle import StoredTensor, refusal, strangers_in, tensors_in
 from zero.sources.record_source import RecordSource
 from zero.sources.source import TensorInfo
 from zero.sources.torch_file import TorchFile
 
-WHOLE = "pytorch_model.bin"
-INDEX = "pytorch_model.bin.index.json"
+LAYOUT = Layout("pytorch_model.bin", "pytorch_model.bin.index.json")
 _MOST_LEAVES = 1 << 20  # limits, since a few bytes of a pickle may claim any number
 _MOST_TEXT = 1 << 28  # characters of all names together
 _LONG_LIST = 64  # of plain values alone: such as the order of a job's samples
@@ -26,9 +25,7 @@ _SCALARS = (str, bytes, int, float, complex, bool, type(None))
 
 def is_torch(path: Path) -> bool:
     """Whether a path may be a file of torch.save, or is a directory with such files of a model."""
-    if path.is_dir():
-        return (path / INDEX).exists() or (path / WHOLE).exists()
-    return path.is_file()
+    return LAYOUT.is_in(path) if path.is_dir() else path.is_file()
 
 
 class TorchSource(RecordSource):
@@ -41,24 +38,16 @@ class TorchSource(RecordSource):
     format = "torch.save"
 
     def describe(self) -> None:
-        files = [TorchFile(path, {}, strangers=True) for path in self._paths()]
+        paths, check = LAYOUT.files(self.path)
+        files = [TorchFile(path, {}, strangers=True) for path in paths]
         for file in files:
             self.add_file(file.path, file.records)
         self._infos: list[TensorInfo] = []
         found = [(name, file.path.name) for file in files for name in self._lay_out(file)]
-        if self.path.is_dir() and (self.path / INDEX).exists():
-            check_weight_map(self.path / INDEX, self._weight_map, found)
+        check(found)
         if not self._infos:
             raise CheckpointError(f"{self.path} holds no named tensors, such as those of a state dict")
         self.tensors = tuple(self._infos)
-
-    def _paths(self) -> list[Path]:
-        if not self.path.is_dir():
-            return [self.path]
-        if not (self.path / INDEX).exists():
-            return [self.path / WHOLE]
-        self._weight_map = read_weight_map(self.path / INDEX)
-        return [self.path / name for name in sorted(set(self._weight_map.values()))]
 
     def _lay_out(self, file: TorchFile) -> list[str]:
         """Add a file's tensors; returns their names."""
