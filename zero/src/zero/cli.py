@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -31,6 +31,7 @@ from rich.text import Text
 from zero.config.sizes import human, size
 from zero.consolidate import convert as to_zero
 from zero.consolidate import run
+from zero.consolidate.plan import OutputDtype
 from zero.consolidate.workers import DEFAULT_MEMORY, default_workers
 from zero.errors import ZeroError, printable, some
 from zero.files.storage import allow_more_files
@@ -191,17 +192,9 @@ def consolidate(
     safetensors, and files of torch.save, without running code from them. OUT appears once all of it is on
     disk. A run that was killed continues when it is called again.
     """
-    options = run.Options(
-        format=format,
-        dtype=dtype,
-        max_shard_size=size(max_shard_size),
-        workers=workers or default_workers(),
-        memory=size(memory),
-        include=tuple(include or ()),
-        exclude=tuple(exclude or ()),
-        overwrite=overwrite,
-        verify=verify,
-    )
+    common = _options(dtype, workers, memory, include, exclude)
+    largest = size(max_shard_size)
+    options = replace(common, format=format, max_shard_size=largest, overwrite=overwrite, verify=verify)
     begun = time.monotonic()
     with open_source(checkpoint) as source, progress_bar() as progress:
         result = run.consolidate(source, out, options, progress)
@@ -239,13 +232,7 @@ def convert(
     loads it, each rank its part. DeepSpeed loads a universal checkpoint at any stage and number of ranks,
     with {"checkpoint": {"load_universal": true}}.
     """
-    options = run.Options(
-        dtype="stored",
-        workers=workers or default_workers(),
-        memory=size(memory),
-        include=tuple(include or ()),
-        exclude=tuple(exclude or ()),
-    )
+    options = _options("stored", workers, memory, include, exclude)
     with progress_bar() as progress:
         if to == "universal":
             from zero.consolidate.universal import export_universal  # torch takes a second to import
@@ -289,6 +276,18 @@ def verify(checkpoint: CheckpointPath, workers: Workers = None) -> None:
     if problems:
         raise typer.Exit(1)
     print(f"{path}: intact" if summed else f"{path}: complete; it has no checksums to verify")
+
+
+def _options(
+    dtype: OutputDtype, workers: int | None, memory: str, include: list[str] | None, exclude: list[str] | None
+) -> run.Options:
+    return run.Options(
+        dtype=dtype,
+        workers=workers or default_workers(),
+        memory=size(memory),
+        include=tuple(include or ()),
+        exclude=tuple(exclude or ()),
+    )
 
 
 @contextmanager

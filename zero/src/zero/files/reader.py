@@ -8,11 +8,10 @@ checkpoint.read("model/blocks.0.weight", 0, memoryview(values))   # in memory or
 
 from __future__ import annotations
 
-import contextlib
 import os
 from bisect import bisect_right
+from contextlib import AbstractContextManager, closing
 from pathlib import Path
-from types import TracebackType
 from zlib import crc32
 
 from zero.errors import CheckpointError, CorruptCheckpointError, StateError
@@ -86,7 +85,7 @@ def complete(parent: Path, storage: Storage = DISK) -> list[str]:
     return [n for n in storage.names(parent) if n[0] != "." and storage.exists(parent / n / MANIFEST)]
 
 
-class Checkpoint:
+class Checkpoint(AbstractContextManager["Checkpoint"]):
     """An open checkpoint directory. Files are opened, and their headers checked, when first needed.
 
     Methods raise CheckpointError if files are missing, and CorruptCheckpointError, which names file and
@@ -110,12 +109,7 @@ class Checkpoint:
         self.digest = crc32(data)
         self._starts = {key: [s.start for s in t.slices] for key, t in self.manifest.tensors.items()}
 
-    def __enter__(self) -> Checkpoint:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -173,7 +167,7 @@ class Checkpoint:
     def check_files(self) -> None:
         """Raise unless every file is there and has its full size. Reads no contents."""
         for entry in self.manifest.files:
-            with contextlib.closing(self._open(entry)):
+            with closing(self._open(entry)):
                 pass
 
     def _read_slice(self, key: str, piece: Slice, item: int, low: int, into: memoryview) -> None:
