@@ -41,7 +41,7 @@ from accelz import (
 from accelz.roles.collectives import DONE
 from accelz.roles.streams import NullEvent, NullStream
 from accelz.torch_device import TorchEvent, TorchRng, TorchStream, TorchStreams
-from accelz.updates import AdamWUpdate, LionUpdate, SgdUpdate
+from accelz.updates import AdamWUpdate, LionUpdate, MomentumUpdate, Update
 from accelz_cpu.accelerator import CpuRng, build
 from accelz_cpu.kernels import CpuKernels
 from accelz_cpu.memory import ProcessMemory
@@ -401,9 +401,10 @@ class EventsHang(NullStreams):
 
 
 class StepCounted(CpuKernels):
-    def adamw(self, update: AdamWUpdate) -> None:
-        super().adamw(update)
-        update.step.add_(1)
+    def step(self, update: Update) -> None:
+        super().step(update)
+        if update.step is not None:
+            update.step.add_(1)
 
 
 class OverflowMissed(CpuKernels):
@@ -424,13 +425,13 @@ class NormIsATuple(CpuKernels):
 
 
 class ScratchKept(CpuKernels):
-    def adamw(self, update: AdamWUpdate) -> None:
-        super().adamw(dataclasses.replace(update, grad=keep(update.grad.clone())))
+    def step(self, update: Update) -> None:
+        super().step(dataclasses.replace(update, grad=keep(update.grad.clone())))
 
 
 class SkipIgnored(CpuKernels):
-    def adamw(self, update: AdamWUpdate) -> None:
-        super().adamw(dataclasses.replace(update, skip=None))
+    def step(self, update: Update) -> None:
+        super().step(dataclasses.replace(update, skip=None))
 
 
 class TailOverrun(CpuKernels):
@@ -449,24 +450,27 @@ class NonfiniteMissed(CpuKernels):
 
 
 class WeightsForgotten(CpuKernels):
-    def adamw(self, update: AdamWUpdate) -> None:
-        super().adamw(dataclasses.replace(update, weights=None))
+    def step(self, update: Update) -> None:
+        super().step(dataclasses.replace(update, weights=None))
 
 
 class BetaForgotten(CpuKernels):
-    def adamw(self, update: AdamWUpdate) -> None:
-        super().adamw(dataclasses.replace(update, beta2=0.999))
+    def step(self, update: Update) -> None:
+        own = isinstance(update, AdamWUpdate)
+        super().step(dataclasses.replace(update, beta2=0.999) if own else update)
 
 
 class RateForgotten(CpuKernels):
-    def lion(self, update: LionUpdate) -> None:
-        dataclasses.replace(update, lr=1e-2).reference(self.chunk)
+    def step(self, update: Update) -> None:
+        own = isinstance(update, LionUpdate)
+        super().step(dataclasses.replace(update, lr=1e-2) if own else update)
 
 
 class HalfWeightsForgotten(CpuKernels):
-    def sgd(self, update: SgdUpdate) -> None:
+    def step(self, update: Update) -> None:
         half = update.weights is not None and update.weights.dtype is torch.float16
-        (dataclasses.replace(update, weights=None) if half else update).reference(self.chunk)
+        own = isinstance(update, MomentumUpdate)
+        super().step(dataclasses.replace(update, weights=None) if half and own else update)
 
 
 class ShortTable(CpuKernels):
@@ -879,7 +883,7 @@ ROUNDS: dict[str, dict[str, Lie]] = {
         "a seed of eight bits": Lie("Rng.seed", "every_bit_of_a_seed", "rng", SeedOfEightBits),
         "a state is not put back": Lie("Rng.set_state", "a_state_comes_back", "rng", StateIgnored),
         "streams are declared": Lie("Streams.new", "several_queues", flags={"streams": True}),
-        "skip is ignored": Lie("Kernels.step", "test_step", "kernels", SkipIgnored),
+        "skip is ignored": Lie("Kernels.step", "test_step[sgd", "kernels", SkipIgnored),
         "a tail is overrun": Lie("Kernels.accumulate", "test_accumulate", "kernels", TailOverrun),
         "nonfinite is missed": Lie(
             "Kernels.norm_and_nonfinite", "nonfinite_is_seen", "kernels", NonfiniteMissed
@@ -912,7 +916,7 @@ ROUNDS: dict[str, dict[str, Lie]] = {
         "an overflow is missed": Lie(
             "Kernels.norm_and_nonfinite", "squares_that_overflow", "kernels", OverflowMissed
         ),
-        "weights are forgotten": Lie("Kernels.step", "test_step", "kernels", WeightsForgotten),
+        "weights are forgotten": Lie("Kernels.step", "test_step[lion", "kernels", WeightsForgotten),
         "bytes never come back": Lie(
             "FlatBuffer.materialize", "repeated_calls", "flat_buffers", MaterializeForgets
         ),
@@ -989,11 +993,13 @@ ROUNDS: dict[str, dict[str, Lie]] = {
         "a buffer is a tuple": Lie(
             "FlatBufferStrategy.flatten", "flatten_keeps_values", "flat_buffers", FlattenGivesATuple
         ),
-        "half weights are forgotten": Lie("Kernels.step", "test_step", "kernels", HalfWeightsForgotten),
-        "a learning rate is forgotten": Lie("Kernels.step", "test_step", "kernels", RateForgotten),
+        "half weights are forgotten": Lie(
+            "Kernels.step", "test_step[momentum", "kernels", HalfWeightsForgotten
+        ),
+        "a learning rate is forgotten": Lie("Kernels.step", "test_step[lion", "kernels", RateForgotten),
         "a grid is small": Lie("Kernels.dequantise", "no_element_is_too_far", "kernels", SmallGrid),
         "a cast saturates": Lie("Kernels.scale_cast", "scale_cast_overflows", "kernels", Saturating),
-        "a beta is forgotten": Lie("Kernels.step", "test_step", "kernels", BetaForgotten),
+        "a beta is forgotten": Lie("Kernels.step", "test_step[adamw", "kernels", BetaForgotten),
         "a maximum begins at zero": Lie(
             "Collectives.all_reduce", "test_all_reduce", "collectives", MaximumFromZero
         ),

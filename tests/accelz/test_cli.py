@@ -63,7 +63,8 @@ def test_list_shows_every_state_and_the_choice(site: Path) -> None:
         ("cpu", "", "cpu", "ACCELZ_DEVICE=cpu"),
         ("", "foo", "cpu", "the highest priority of those available, 0"),
         ("foo", "foo", None, "ACCELZ_DEVICE=foo is disabled: switched off by ACCELZ_DISABLE"),
-        ("bar", "", None, "ACCELZ_DEVICE=bar is not installed: pip install accelz-bar"),
+        ("xqz", "", None, "ACCELZ_DEVICE=xqz is not installed. The names known here are "),
+        ("fo", "", None, "ACCELZ_DEVICE=fo is not installed. Did you mean 'foo'? The names known here are "),
         ("", "foo,cpu", None, "none is available"),
     ],
 )
@@ -74,7 +75,8 @@ def test_list_json_follows_the_environment(
     monkeypatch.setenv("ACCELZ_DEVICE", device)
     monkeypatch.setenv("ACCELZ_DISABLE", disable)
     answer = json.loads(_run("list", "--json").stdout)
-    assert (answer["selected"], answer["why"]) == (selected, why)
+    assert answer["selected"] == selected
+    assert answer["why"].startswith(why)
     assert [row["name"] for row in answer["backends"] if row["selected"]] == [selected] * bool(selected)
     given = {"ACCELZ_DEVICE": device, "ACCELZ_DISABLE": disable}
     assert answer["environment"] == {name: value for name, value in given.items() if value}

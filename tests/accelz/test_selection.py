@@ -58,7 +58,12 @@ def test_a_broken_backend_is_passed_over_unless_it_is_asked_for(tmp_path: Path) 
         (
             {"ACCELZ_DEVICE": "nosuch"},
             "BackendNotFoundError: no backend called 'nosuch' is installed. Installed: cpu (available), "
-            "off (unavailable){sim}. Available: cpu{sim}. To add it: pip install accelz-nosuch",
+            "off (unavailable){sim}. Available: cpu{sim}. The names known here are cpu, cuda, hpu, off,",
+        ),
+        (
+            {"ACCELZ_DEVICE": "cdua"},
+            "no backend called 'cdua' is installed. Installed: cpu (available), off (unavailable){sim}. "
+            "Available: cpu{sim}. Did you mean 'cuda'? The names known here are cpu, cuda, hpu, off,",
         ),
         (
             {"ACCELZ_DEVICE": "CPU"},

@@ -100,7 +100,7 @@ def choose(rows: list[BackendRow]) -> tuple[str | None, str]:
         return (best.name if best else None), reason
     row = next((r for r in rows if r.name == wanted), None)
     if row is None:
-        return None, f"ACCELZ_DEVICE={wanted} is not installed: pip install accelz-{wanted}"
+        return None, f"ACCELZ_DEVICE={wanted} is not installed. {discovery.how_to_have(wanted)}"
     if row.status is not Status.AVAILABLE:
         return None, f"ACCELZ_DEVICE={wanted} is {row.status.value}: {row.reason}"
     return wanted, f"ACCELZ_DEVICE={wanted}"

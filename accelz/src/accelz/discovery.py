@@ -6,6 +6,7 @@ raises becomes a row with the reason. It never makes anything else crash.
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -20,6 +21,9 @@ from accelz import hooks
 from accelz.errors import BackendError
 from accelz.hooks import API_VERSION, ENTRY_POINT_GROUP, PROJECT, BackendDescriptor, Probe
 from accelz.ranks import machine
+
+FIRST_PARTY = ("cpu", "cuda", "hpu", "xpu")
+"""Names whose distributions are published together with this one, as accelz-NAME."""
 
 
 class Status(str, Enum):
@@ -66,6 +70,17 @@ def installed(name: str | None = None) -> list[EntryPoint]:
     return sorted(
         (e for e in found if name is None or e.name == name), key=lambda e: (e.name, _distribution(e))
     )
+
+
+def how_to_have(name: str) -> str:
+    """What to do about a name that no installed backend has: a misspelling, or a package to install."""
+    known = sorted({*FIRST_PARTY, *(entry.name for entry in installed())})
+    if name in FIRST_PARTY:
+        return f"To add it: pip install accelz-{name}"
+    near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.6)
+    if near:
+        return f"Did you mean {near[0]!r}? The names known here are {', '.join(known)}"
+    return f"The names known here are {', '.join(known)}; for another device, install its vendor's package"
 
 
 def disabled_names(environ: Mapping[str, str]) -> frozenset[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import threading
 from collections.abc import Mapping
@@ -165,8 +164,5 @@ def _advice(name: str | None, environ: Mapping[str, str]) -> str:
     installed = ", ".join(f"{r.name} ({r.status.value})" for r in rows) or "none"
     available = ", ".join(r.name for r in rows if r.status is Status.AVAILABLE) or "none"
     listing = f"Installed: {installed}. Available: {available}"
-    near = difflib.get_close_matches((name or "").lower(), [r.name for r in rows], n=1, cutoff=0.8)
-    if near and near[0] != name:
-        return f"{listing}. Did you mean {near[0]!r}? `accelz list` shows all of them"
-    what = f"pip install accelz-{name}" if name else "pip install accelz-cpu for the CPU"
-    return f"{listing}. To add it: {what}; `accelz list` shows the reasons"
+    what = discovery.how_to_have(name) if name else "To add the CPU: pip install accelz-cpu"
+    return f"{listing}. {what}; `accelz list` shows the reasons"

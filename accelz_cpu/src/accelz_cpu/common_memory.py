@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import mmap
 import os
-import warnings
 import weakref
 
 import torch
@@ -21,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from accelz import FlatBuffer, Group, StorageSwap
+from accelz.ranks import machine
 from accelz.ranks.bounded_store import wait_for
 from accelz.ranks.exchange import Exchange, unused_key
 from accelz_cpu.hosts import Hosts, find_hosts
@@ -113,15 +113,15 @@ class _Meeting:
 
 
 def _map_together(nbytes: int, meeting: _Meeting) -> mmap.mmap | None:
-    """Map the same `nbytes` bytes in all ranks of each node, or return None everywhere; rank 0 then warns."""
+    """Map the same `nbytes` bytes in all ranks of each node, or return None everywhere and warn."""
     if not meeting.hosts.even or meeting.size == 1:
         return None  # gathers would bypass the node's memory, or there is no rank to share it with
     memory, problem = (_offer if meeting.rank == 0 else _accept)(nbytes, meeting)
     problems = [p for p in meeting.exchange(problem) if p]
     if not problems:
         return memory
-    if meeting.rank == meeting.hosts.index == 0 and not all(p == APART for p in problems):
-        warnings.warn(
+    if not all(p == APART for p in problems):
+        machine.warn(
             f"each weight is held once per rank instead of once per node: {problems[0]}", stacklevel=2
         )
     return None

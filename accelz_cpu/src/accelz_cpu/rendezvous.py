@@ -8,12 +8,12 @@ same decision.
 from __future__ import annotations
 
 import os
-import warnings
 from ctypes import CDLL
 from typing import Any
 
 from accelz import Group
 from accelz.gloo import Lanes
+from accelz.ranks import machine
 from accelz.ranks.exchange import Exchange, unused_key
 from accelz_cpu.channel import Channel
 from accelz_cpu.hierarchy import Hierarchy, TwoLevels
@@ -26,18 +26,18 @@ _SEQUENCES = ("movements", "reductions")
 def open_transport(library: CDLL, group: Group) -> Transport | None:
     """Connect all ranks of `group`, or return None on all of them if they have to use gloo.
 
-    Raises RuntimeError if a rank does not answer in time. Rank 0 warns if ranks of the same host have to use
-    gloo.
+    Raises RuntimeError if a rank does not answer in time. Warns, once per machine, if ranks of the same host
+    have to use gloo.
     """
     exchange = Exchange(group, "accelz_cpu/transport")
     hosts = find_hosts(group, exchange)
     if not hosts.even:
         counts = ", ".join(str(len(ranks)) for ranks in hosts.ranks)
-        _warn(group, f"the hosts have {counts} ranks; start the same number on each")
+        _warn(f"the hosts have {counts} ranks; start the same number on each")
     if not hosts.even or len(hosts.here) == 1 < group.size:
         return None
     several = len(hosts.ranks) > 1
-    channels = _connect_host(library, group, hosts, exchange, len(_SEQUENCES) if several else 1)
+    channels = _connect_host(library, hosts, exchange, len(_SEQUENCES) if several else 1)
     if not channels or not several:
         return channels[0] if channels else None
     levels = [
@@ -47,7 +47,7 @@ def open_transport(library: CDLL, group: Group) -> Transport | None:
     return Hierarchy(*levels)
 
 
-def _connect_host(library: CDLL, group: Group, hosts: Hosts, exchange: Exchange, count: int) -> list[Channel]:
+def _connect_host(library: CDLL, hosts: Hosts, exchange: Exchange, count: int) -> list[Channel]:
     """Open `count` channels between the ranks of each host, or none on any rank."""
     channels, problem = _create(library, hosts, count)
     mine = {"process": os.getpid(), "descriptors": [c.descriptor() for c in channels], "problem": problem}
@@ -60,7 +60,7 @@ def _connect_host(library: CDLL, group: Group, hosts: Hosts, exchange: Exchange,
     for channel in channels:
         channel.close()
     reasons = "; ".join(f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem)
-    _warn(group, f"they cannot share memory ({reasons})")
+    _warn(f"they cannot share memory ({reasons})")
     return []
 
 
@@ -88,8 +88,5 @@ def _links(group: Group, hosts: Hosts, name: str) -> Lanes:
     return Lanes(store, hosts.index, len(hosts.ranks), group.timeout)
 
 
-def _warn(group: Group, reason: str) -> None:
-    if group.rank == 0:
-        warnings.warn(
-            f"the ranks of a host use gloo, which is slower: {reason}", RuntimeWarning, stacklevel=3
-        )
+def _warn(reason: str) -> None:
+    machine.warn(f"the ranks of a host use gloo, which is slower: {reason}", RuntimeWarning, stacklevel=3)

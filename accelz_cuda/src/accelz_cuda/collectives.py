@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -60,11 +61,18 @@ class NcclCollectives(Collectives):
             os.environ["NCCL_HOSTID"] = f"{socket.gethostname()}-{_place(rank)}"
         return super().init(timeout, rank, world_size, store)
 
+    def _connect(self, group: Group, device: torch.device) -> None:
+        _nccl(group).eager_connect_single_device(device)
+
     def check(self, group: Group) -> None:
         """Ask the watchdog: it notes an error before it aborts, and streams go on only after that."""
-        error = group.process_group._get_backend(torch.device("cuda")).get_error()
+        error = _nccl(group).get_error()
         if error.name != "SUCCESS":
             raise CollectiveError(f"NCCL's watchdog has aborted a collective: {error.name}")
+
+
+def _nccl(group: Group) -> Any:
+    return group.process_group._get_backend(torch.device("cuda"))
 
 
 def _place(rank: int | None) -> str:

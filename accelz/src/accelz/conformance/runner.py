@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from accelz.conformance import TEST_SECONDS, progress
-from accelz.discovery import disabled_names, installed
+from accelz.discovery import disabled_names, how_to_have, installed
 from accelz.errors import AccelzError, BackendNotFoundError, BackendUnavailableError
 
 NO_TESTS, USAGE = 5, 4  # pytest's exit codes
@@ -105,7 +105,7 @@ def _require(name: str) -> None:
     if not installed(name):
         names = ", ".join(e.name for e in installed()) or "none"
         raise BackendNotFoundError(
-            f"no backend called {name!r} is installed (installed: {names}); pip install accelz-{name}"
+            f"no backend called {name!r} is installed (installed: {names}). {how_to_have(name)}"
         )
 
 
@@ -166,7 +166,7 @@ def _events(report: Path) -> list[dict[str, Any]]:
 
 
 def _failure(test: str, notes: Path, ended: Ended) -> dict[str, Any]:
-    """The result of a test in which the kit's process ended, as in `report.Result`."""
+    """The result of a test in which the kit's process ended, as in `report.Verdict`."""
     method, stacks = progress.read(notes), progress.read_stacks(notes)
     frame = progress.last_frame(stacks)
     came = f"the process {ended.how} in {test.rpartition('::')[2]}{f', at {frame}' if frame else ''}"

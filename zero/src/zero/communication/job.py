@@ -101,14 +101,9 @@ class Job:
         return cast(Group, collectives.new_group(mine, timeout, members_only=True))
 
     def connect(self, group: Group) -> Group:
-        """Make the first collective of a group for device tensors while its ranks are known to be there.
-
-        Libraries connect in a group's first collective. NCCL has no time limit there, so a rank that failed
-        before it would leave the others waiting for good.
-        """
+        """Connect a group for device tensors while its ranks are known to be there."""
         if group.size > 1:
-            token = torch.zeros(1, device=self._accelerator.device)
-            self._accelerator.collectives.all_reduce(token, group).wait()
+            self._accelerator.collectives.connect(group, self._accelerator.device)
             self._accelerator.streams.synchronize()
             self._accelerator.collectives.check(group)
         return group
