@@ -25,7 +25,9 @@ from zero.communication.failures import Issued
 from zero.communication.job import JobGroups, explained
 from zero.communication.ledger import Ledger, Traffic
 from zero.communication.line import Line
+from zero.communication.notes import not_everywhere
 from zero.errors import CommunicationError, RankMismatchError
+from zero.warning import warn
 
 
 class NamedHandle:
@@ -82,6 +84,7 @@ class Communicator:
             self.group.timeout,
         )
         self._disk_errors = PostponedDiskErrors(alone=self.group.size == 1)
+        self._untold = False  # whether there are notes that no `agree` has shared
 
     @property
     def traffic(self) -> Traffic:
@@ -169,10 +172,10 @@ class Communicator:
             return flag
         own = settings()
         mine = [*self.ledger.hashes, crc32(repr(own).encode())]
-        votes = [flag, bool(self._disk_errors.own), bool(gone), *mine, *(-h for h in mine)]
+        votes = [flag, bool(self._disk_errors.own), bool(gone), self._untold, *mine, *(-h for h in mine)]
         ballot = torch.tensor(votes, dtype=torch.int64, device=HOST)
         self._exchange("agreement", ballot)
-        flagged, failed, abandoned, *hashes = ballot.tolist()
+        flagged, failed, abandoned, untold, *hashes = ballot.tolist()
         highest, lowest = hashes[: len(mine)], hashes[len(mine) :]
         *issued, same_settings = (high == -low for high, low in zip(highest, lowest, strict=True))
         if not all(issued):
@@ -182,7 +185,34 @@ class Communicator:
             self._disk_errors.share(self.all_gather_object(self._disk_errors.own))
         if not same_settings:
             raise RankMismatchError(f"{first_setting(self.all_gather_object(dict(own)))}. {_SETTINGS_ADVICE}")
+        if untold:
+            self._tell_of_others()
         return bool(flagged)
+
+    @contextmanager
+    def telling(self, about: str, what: str) -> Iterator[None]:
+        """Warn the job, after the block, of what happens on this rank and maybe on it alone.
+
+        Rank 0 warns at once, for all ranks that tell the same, and of others' at the next `agree`. If a
+        collective fails before that, in the block or after it, the error has it. about: what is the same on
+        all ranks to which this happens. what: a clause, why and how it happened here.
+        """
+        notes = self.ledger.line.failures.notes
+        notes[about] = what
+        try:
+            yield
+        except BaseException:
+            del notes[about]
+            raise
+        self._untold = self.group.rank > 0
+        warn(f"zero: {what}", rank=self.group.rank)
+
+    def _tell_of_others(self) -> None:
+        self._untold = False
+        every = self.all_gather_object(self.ledger.line.failures.notes)
+        for ranks, what in not_everywhere(dict(enumerate(every)), self.group.size):
+            if 0 not in ranks:
+                warn(f"zero: on rank(s) {', '.join(map(str, ranks))}, {what}", rank=self.group.rank)
 
     def _check_launch(self, gone: str) -> None:
         if gone:

@@ -28,7 +28,8 @@ class Failures:
     """Failures of collectives that were issued in one line. key: the line's prefix in the store.
 
     log: number and text of the last. several: whether there are several engines in it. first: what failed
-    first; "" while nothing has. Nothing can be exchanged after that.
+    first; "" while nothing has. Nothing can be exchanged after that. notes: of what has happened on this
+    rank, perhaps on it alone, for errors to tell.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class Failures:
         self._watch = watch
         self._advice = f"{_ADVICE}. {_ENGINES}" if several else _ADVICE
         self._reports = Reports(group, key)
+        self.notes = self._reports.notes
 
     def check(self) -> None:
         """Raise CommunicationError if a collective has failed before."""

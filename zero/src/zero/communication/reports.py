@@ -10,10 +10,11 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 from accelz import Group
 from accelz.ranks.bounded_store import BoundedStore, HostSilentError
+from zero.communication.notes import Notes, not_everywhere
 
 SECONDS = 5.0  # how long a rank waits for the others' reports, or for the store itself
 
@@ -38,24 +39,26 @@ class Report:
     """One rank's report.
 
     turn: its place in the order of reports, from 1. failure: None if the rank only found that the ranks'
-    collectives differ.
+    collectives differ. notes: see `notes`.
     """
 
     turn: int
     log: Log
     failure: Failure | None
+    notes: Notes = field(default_factory=dict)
 
 
 class Reports:
     """The reports of all ranks of a group about one engine. key: the engine's key in the store.
 
-    silence: why there are none, where the store's host does not answer.
+    notes: of this rank. silence: why there are no reports, where the store's host does not answer.
     """
 
     def __init__(self, group: Group, key: str) -> None:
         self._group = group
         self._key = key
         self._published = False
+        self.notes: dict[str, str] = {}
         self.silence = ""
 
     def exchange(self, log: Log, failure: Failure | None = None) -> dict[int, Report]:
@@ -80,7 +83,8 @@ class Reports:
 
     def difference(self, log: Log, reports: Mapping[int, Report]) -> str:
         """Say where this rank's sequence and another's diverge; "" if they agree as far as both go."""
-        return difference(self._group.rank, log, {rank: report.log for rank, report in reports.items()})
+        found = difference(self._group.rank, log, {rank: report.log for rank, report in reports.items()})
+        return ". ".join([found, *self._noted(reports)]) if found else ""
 
     def describe(self, mine: Failure, reports: Mapping[int, Report], places: Mapping[int, str]) -> str:
         """Say where a collective failed first and why, and who did not answer, as far as that is known.
@@ -98,13 +102,14 @@ class Reports:
         parts += self._absence(mine, reports, places)
         if len(parts) == 1 and self._timed_out(mine):
             parts.append("All ranks had reached it: check the connections between them")
+        parts += self._noted(reports)
         return ". ".join(parts)
 
     def _publish(self, store: BoundedStore, log: Log, failure: Failure | None) -> None:
         if not self._published:
             self._published = True
             turn = store.add(f"{self._key}/reports", 1)
-            report = [turn, list(log.items()), failure and asdict(failure)]
+            report = [turn, list(log.items()), failure and asdict(failure), self.notes]
             store.set(f"{self._key}/{self._group.rank}", json.dumps(report))
 
     def _origin(self, mine: Failure, reports: Mapping[int, Report]) -> tuple[int, Failure] | None:
@@ -147,6 +152,13 @@ class Reports:
             told.append(f"rank(s) {names(behind)} had not reached it")
         return told
 
+    def _noted(self, reports: Mapping[int, Report]) -> list[str]:
+        """Return sentences about what some ranks have noted and others have not."""
+        every = {rank: report.notes for rank, report in reports.items()}
+        return [
+            f"On rank(s) {names(ranks)}, {what}" for ranks, what in not_everywhere(every, self._group.size)
+        ]
+
 
 def hurried(group: Group) -> BoundedStore:
     """The group's store, for what explains a wait and must not become another one."""
@@ -176,5 +188,6 @@ def names(ranks: list[int]) -> str:
 
 
 def _parse(text: str | bytes) -> Report:
-    turn, log, failure = json.loads(text)
-    return Report(turn, {int(number): str(said) for number, said in log}, failure and Failure(**failure))
+    turn, log, failure, notes = json.loads(text)
+    named = {int(number): str(said) for number, said in log}
+    return Report(turn, named, failure and Failure(**failure), notes)

@@ -27,8 +27,8 @@ class ShardingBackend:
     """A dynamo backend for graphs some of whose inputs are the engine's parameters.
 
     parameters: by number. activations: the part, of 1, of those saved for backward that waits on the host.
-    reports: of all graphs so far. generator: of code, where the settings want it. Keeps no tensor, because
-    dynamo keeps backends.
+    telling: see `Communicator.telling`. reports: of all graphs so far. generator: of code, where the settings
+    want it. Keeps no tensor, because dynamo keeps backends.
     """
 
     def __init__(
@@ -37,13 +37,13 @@ class ShardingBackend:
         parameters: Sequence[nn.Parameter],
         settings: Compile,
         activations: float,
-        rank: int,
+        telling: inductor.Telling,
     ) -> None:
         self.facts = facts
         self.settings = settings
         self.activations = activations
         self.reports: list[GraphReport] = []
-        self.generator = inductor.CodeGenerator(rank)
+        self.generator = inductor.CodeGenerator(telling)
         self._numbers = {id(p): n for n, p in enumerate(parameters)}
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> inductor.Compiled:

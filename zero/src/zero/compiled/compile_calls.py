@@ -18,6 +18,7 @@ from zero.compiled.persistence import Persistence
 from zero.compiled.runtime import Runtime
 from zero.config.training import Config
 from zero.optimizer.record_streamer import RecordStreamer
+from zero.sharding.lifetime import weakly
 from zero.sharding.sharded_unit import ShardedUnit
 from zero.tiers.stores import Stores
 from zero.tiers.tier import wanted
@@ -39,11 +40,11 @@ def compile_calls(
     accumulates, on_disk = config.gradient_accumulation_steps > 1, wanted(config.offload, "params").stored
     runtime = Runtime(units, stores.accelerator, training_pass, record_streamer)
     facts = gather_facts(runtime.handle, units, record_streamer, accumulates)
-    rank = communicator.group.rank
-    backend = ShardingBackend(facts, runtime.parameters, settings, _leaving(config, stores), rank)
+    telling = weakly(communicator.telling)
+    backend = ShardingBackend(facts, runtime.parameters, settings, _leaving(config, stores), telling)
     persistence = Persistence(runtime, stores.accelerator, communicator, settings.persist_budget)
     around = communicator.together if on_disk else nullcontext
-    return CompiledModel(module, runtime, backend, persistence, training_pass, around, rank)
+    return CompiledModel(module, runtime, backend, persistence, training_pass, around, telling)
 
 
 def _leaving(config: Config, stores: Stores) -> float:

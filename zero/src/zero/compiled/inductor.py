@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import fx
@@ -20,9 +21,8 @@ from torch._functorch import config as functorch_config
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
-from zero.warning import warn
-
 Compiled = Callable[..., Any]
+Telling = Callable[[str, str], AbstractContextManager[None]]
 Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 AT_ONCE = {"force_non_lazy_backward_lowering": True}
 
@@ -30,12 +30,12 @@ AT_ONCE = {"force_non_lazy_backward_lowering": True}
 class CodeGenerator:
     """Inductor for one engine's graphs.
 
-    rank: this rank's number in the job. failed: why it could not compile a graph; "" if it could all.
+    telling: see `Communicator.telling`. failed: why it could not compile a graph; "" if it could all.
     """
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, telling: Telling) -> None:
         self.failed = ""
-        self._rank = rank
+        self._telling = telling
 
     def generate(
         self,
@@ -49,8 +49,10 @@ class CodeGenerator:
         try:
             return compile()
         except Exception as error:
-            compiled = otherwise(untouched)
-            self._tell(error)
+            why = str(error).strip().split("\n")[0]
+            with nullcontext() if self.failed else self._telling("inductor", _ONE_BY_ONE + why):
+                compiled = otherwise(untouched)
+            self.failed = why
             return compiled
 
     def compile_unit(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
@@ -64,14 +66,11 @@ class CodeGenerator:
 
         return self.generate(module, compile, lambda untouched: untouched.forward)
 
-    def _tell(self, error: Exception) -> None:
-        told, self.failed = self.failed, str(error).strip().split("\n")[0]
-        if not told:
-            warn(
-                "zero: inductor could not compile a graph of the model, whose operations run one by one "
-                f'instead, as with zero.Compile(inner="aot_eager"): {self.failed}',
-                rank=self._rank,
-            )
+
+_ONE_BY_ONE = (
+    "inductor could not compile a graph of the model, whose operations run one by one instead, as with "
+    'zero.Compile(inner="aot_eager"): '
+)
 
 
 def compile_graph(

@@ -20,6 +20,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from zero.compiled.backend import NotOneGraph, ShardingBackend
 from zero.compiled.explain import Explanation
+from zero.compiled.inductor import Telling
 from zero.compiled.persistence import Persistence
 from zero.compiled.runtime import Runtime
 from zero.compiled.saved import hooks_spare_parameters
@@ -28,13 +29,12 @@ from zero.sharding.lifetime import ModelRef
 from zero.sharding.sharded_unit import Keep
 from zero.sharding.tensors import iter_tensors
 from zero.training_pass.training_pass import TrainingPass
-from zero.warning import warn
 
 
 class CompiledModel:
     """Takes over the calls of `module`; its other modules, called by themselves, stay eager.
 
-    around: to be entered around a forward of the whole model. rank: this rank's number in the job.
+    around: to be entered around a forward of the whole model. telling: see `Communicator.telling`.
     """
 
     def __init__(
@@ -45,9 +45,9 @@ class CompiledModel:
         persistence: Persistence,
         training_pass: TrainingPass,
         around: Callable[[], AbstractContextManager[None]],
-        rank: int,
+        telling: Telling,
     ) -> None:
-        self._rank = rank
+        self._telling = telling
         self._model = ModelRef(module)
         self._units = runtime.units
         self._runtime = runtime
@@ -142,18 +142,18 @@ class CompiledModel:
 
     def _by_units(self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Go on without the whole graph, unless the model itself raises on these arguments."""
-        result = self._model()._call_impl(*args, **kwargs)
-        self._why = _reason(error)
+        why = _reason(error)
+        told = (
+            f"the model is compiled unit by unit, because it is not one graph: {why} (see engine.explain())"
+        )
+        with self._telling("units", told + self._lost):
+            result = self._model()._call_impl(*args, **kwargs)
+        self._why = why
         self._is_one_graph = False
         # What a backward recomputes it computes as it was here; a checkpoint may have turned gradients off.
         self._units_wait = torch.is_grad_enabled() or self._model().training
         if not self._units_wait:
             self._compile_units()
-        warn(
-            f"zero: the model is compiled unit by unit, because it is not one graph: {self._why} (see "
-            f"engine.explain()){self._lost}",
-            rank=self._rank,
-        )
         return result
 
     def _compile_units(self) -> None:
