@@ -10,7 +10,8 @@ RANKS ?= 2
 WORKERS ?= 2
 ROOM ?=
 ARGS ?=
-PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+# A file's tests stay together, and files begin in the order of tests/conftest.py: the slow ones first.
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 
 .PHONY: setup sim train test quick check lints format bench clean
@@ -33,7 +34,7 @@ $(SIM_STAMP): $(STAMP) $(wildcard $(SIM)/csrc/*) $(SIM)/setup.py $(SIM)/pyprojec
 train: setup  ## a byte-level language model on Python's own sources, sharded over RANKS processes
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_lm.py $(ARGS)
 
-test: export PYTHONDONTWRITEBYTECODE =  # hundreds of processes import the packages: they are compiled once
+test quick: export PYTHONDONTWRITEBYTECODE =  # hundreds of processes import the packages: they are compiled once
 test: setup sim  ## everything on the CPU, then the engine's tests once more on the simulated accelerator
 ifeq ($(ROOM),)
 	$(PYTEST) $(ARGS)

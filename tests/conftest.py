@@ -38,11 +38,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """On another device than the host, leave out what does not touch it: the tests on the host have it."""
+    """On another device than the host, leave out what does not touch it: the tests on the host have it.
+
+    Slow files come first, so that at the end no worker is left alone with one.
+    """
     if config.getoption("--quick"):
         _keep(config, items, _is_quick)
     if config.getoption("--device") != "cpu":
         _keep(config, items, lambda item: bool({"device", "cluster"} & _fixtures(item)))
+    items.sort(key=lambda item: item.parent is None or item.parent.get_closest_marker("slow") is None)
 
 
 def _keep(config: pytest.Config, items: list[pytest.Item], kept: Callable[[pytest.Item], bool]) -> None:

@@ -82,6 +82,7 @@ def test_only_torchrun_restarts(monkeypatch: pytest.MonkeyPatch, agent: str) -> 
     assert may_restart() == (agent == "True")
 
 
+@pytest.mark.slow
 def test_a_job_goes_on_after_a_restart(tmp_path: Path) -> None:
     """With torchrun, as users start it: a rank is killed, and all are started again."""
     script = """

@@ -48,6 +48,7 @@ def test_bytes_are_what_a_call_has_to_move() -> None:
     assert traffic["quantise", "bf16 → int8"] == 2 + 1 + 4 / 256
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["cpu", "sim"])
 def test_collectives_between_ranks(name: str) -> None:
     rows = between_ranks.measure(name, ranks=2, rounds=2, sizes=(4096, 8192))
@@ -59,6 +60,7 @@ def test_collectives_between_ranks(name: str) -> None:
     assert all(row["median"] > 0 and row["of_copy"] > 0 for row in rows)
 
 
+@pytest.mark.slow
 def test_nobody_has_the_device_when_ranks_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where one process can have a device, this one must not take it."""
     bound: list[int] = []

@@ -103,7 +103,7 @@ def test_torchs_own_calls_while_a_group_is_made_have_a_limit(tmp_path: Path) -> 
     script = """
         import os, signal, time
         from torch.distributed import TCPStore
-        from accelz import collectives
+        from accelz.roles import collectives
 
         collectives.SPARE = 0.5
         read, write = os.pipe()

@@ -211,6 +211,7 @@ def test_a_command_to_type_is_not_cut(site: Path, monkeypatch: pytest.MonkeyPatc
     assert command in _run("list").stdout
 
 
+@pytest.mark.slow
 def test_check_prints_a_table_of_failures(tmp_path: Path) -> None:
     install(tmp_path, "foo", good("foo").replace("accelerator.name = 'foo'", "accelerator.name = 'bar'"))
     command = [sys.executable, "-m", "accelz.cli", "check", "foo", "-k", "load_gives_every_role or TestRng"]
@@ -223,6 +224,7 @@ def test_check_prints_a_table_of_failures(tmp_path: Path) -> None:
     assert "Traceback" not in done.stdout
 
 
+@pytest.mark.slow
 def test_check_says_what_a_capability_failed_and_what_a_selection_is(tmp_path: Path) -> None:
     boast = "accelerator.capabilities = accelz.Capabilities(lazy_graph=True, storage_resize=False)"
     install(

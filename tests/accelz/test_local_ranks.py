@@ -15,7 +15,7 @@ from .fake_distribution import environment
 
 LOOK = """
 import sys, time
-from accelz import local_ranks
+from accelz.ranks import local_ranks
 
 def look(until=1.5):
     local_ranks.AT_ONCE, local_ranks.JOIN_SECONDS, local_ranks.LOOK_EVERY = 0.3, float(sys.argv[1]), 0.05

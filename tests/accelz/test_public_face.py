@@ -102,6 +102,7 @@ def test_the_interface_stays_small() -> None:
     assert sum(len(names.split()) for names in OPERATIONS.values()) <= 46
 
 
+@pytest.mark.slow
 def test_importing_and_listing_imports_no_torch_and_no_accelerator(tmp_path: Path) -> None:
     script = """
         import sys, accelz

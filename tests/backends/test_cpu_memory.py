@@ -114,6 +114,7 @@ print(min(again), held - memory.stats().allocated)
 """
 
 
+@pytest.mark.slow
 def test_freed_memory_is_kept_for_reuse_until_it_is_trimmed() -> None:
     done = subprocess.run([sys.executable, "-c", _REUSE], capture_output=True, text=True, check=True)
     faults, given_back = map(int, done.stdout.split())

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
     ("document", "ranks"),
     [
         ("README.md", 1),
-        ("docs/user-guide.md", 2),
+        pytest.param("docs/user-guide.md", 2, marks=pytest.mark.slow),
         ("docs/migration.md", 1),
         ("zero/README.md", 1),
         ("accelz/README.md", 1),

@@ -17,6 +17,8 @@ from zero.files import pointer
 from zero.files.manifest import MANIFEST
 from zero.files.reader import Checkpoint, complete, find
 
+pytestmark = pytest.mark.slow  # thousands of file systems after a crash
+
 RUNS = Path("/runs/a")
 ORDERS: dict[Fixed, int] = {"none": 4, "initial": 2, "all": 2}
 """By the directories that cannot be renamed, in how many orders the ranks' writes come."""

@@ -206,6 +206,7 @@ mount -t overlay overlay -o lowerdir=lower,upperdir=upper,workdir=work there || 
 """
 
 
+@pytest.mark.slow
 def test_checkpoints_of_an_overlays_lower_layer_are_replaced_and_rotate_out(tmp_path: Path) -> None:
     for name in ("lower", "upper", "work", "there"):
         (tmp_path / name).mkdir()

@@ -240,6 +240,7 @@ def test_parameters_made_of_others_are_refused() -> None:
         check_model(model)
 
 
+@pytest.mark.slow
 def test_no_public_name_is_also_a_module() -> None:
     """Importing the module first would replace the public name with it."""
     code = """if True:

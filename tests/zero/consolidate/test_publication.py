@@ -393,6 +393,7 @@ print(peak() - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_memory_does_not_grow_with_the_model_and_torch_is_not_needed(tmp_path: Path, dtype: str) -> None:
     """300 MB in 16 MiB: what else grows are stacks and code, the same for any model."""
