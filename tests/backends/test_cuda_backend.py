@@ -5,14 +5,17 @@ from __future__ import annotations
 import ctypes
 from contextlib import nullcontext
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch._C._distributed_c10d import ErrorType
+from torch.distributed import HashStore
 
-from accelz import CollectiveError, Collectives, MemoryStats, StorageSwap
+from accelz import CollectiveError, Collectives, Group, MemoryStats, StorageSwap
+from accelz.ranks.bounded_store import HostSilentError, bounded
 from accelz.torch_device import ActiveMemory
 from accelz_cuda import probe
 from accelz_cuda.accelerator import build
@@ -242,3 +245,13 @@ def test_what_the_watchdog_has_aborted_is_told(error: str) -> None:
     told = nullcontext() if error == "SUCCESS" else pytest.raises(CollectiveError, match=error)
     with told:
         NcclCollectives(shared_device=False).check(group)
+
+
+def test_a_store_that_says_nothing_ends_the_first_collective(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("accelz_cuda.collectives.SPARE", 0.1)
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    served = NcclCollectives(shared_device=False)
+    monkeypatch.setattr(served, "all_reduce", lambda *_: Event().wait())
+    group = Group(0, 2, 0.1, bounded(HashStore(), 1.0), None)
+    with pytest.raises(HostSilentError, match="connecting ranks by NCCL has not ended"):
+        served.connect(group, torch.device("cpu"))

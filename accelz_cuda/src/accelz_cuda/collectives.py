@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import socket
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import Store
 
 from accelz import CollectiveError, Collectives, Group
+from accelz.ranks.bounded_store import SPARE, limited
 
 AFTER_A_TIMEOUT = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
@@ -61,18 +61,21 @@ class NcclCollectives(Collectives):
             os.environ["NCCL_HOSTID"] = f"{socket.gethostname()}-{_place(rank)}"
         return super().init(timeout, rank, world_size, store)
 
-    def _connect(self, group: Group, device: torch.device) -> None:
-        _nccl(group).eager_connect_single_device(device)
+    def connect(self, group: Group, device: torch.device) -> None:
+        """In the first collective NCCL itself asks the job's store, and has no limit if that says nothing."""
+
+        def first() -> None:
+            with torch.cuda.device(device):  # the current device is a thread's own
+                super(NcclCollectives, self).connect(group, device)
+                torch.cuda.synchronize()
+
+        limited(first, group.timeout + SPARE, "connecting ranks by NCCL", group.store.where)
 
     def check(self, group: Group) -> None:
         """Ask the watchdog: it notes an error before it aborts, and streams go on only after that."""
-        error = _nccl(group).get_error()
+        error = group.process_group._get_backend(torch.device("cuda")).get_error()
         if error.name != "SUCCESS":
             raise CollectiveError(f"NCCL's watchdog has aborted a collective: {error.name}")
-
-
-def _nccl(group: Group) -> Any:
-    return group.process_group._get_backend(torch.device("cuda"))
 
 
 def _place(rank: int | None) -> str:

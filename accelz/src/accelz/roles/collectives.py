@@ -146,11 +146,9 @@ class Collectives:
     def connect(self, group: Group, device: torch.device) -> None:
         """Have the ranks of a group connect for tensors on `device`; all of them must call this.
 
-        Libraries connect in a group's first collective. Some have no time limit there, so a rank that has
-        failed before it would leave the others waiting for good. Raises CollectiveError.
+        Libraries connect in a group's first collective. One that has no time limit there is to be given one
+        here. Raises CollectiveError, or HostSilentError where the job's store does not answer.
         """
-        limit = timedelta(seconds=group.timeout)
-        _translated(lambda: _by_store(lambda: self._connect(group, device), limit, group.store.where))
         self.all_reduce(torch.zeros(1, device=device), group)
 
     def all_gather(self, output: Tensor, shard: Tensor, group: Group, async_op: bool = False) -> Handle:
@@ -229,9 +227,6 @@ class Collectives:
     def _group_spec(self) -> str:
         """The torch.distributed backend of the groups that `new_group` makes."""
         return self.spec
-
-    def _connect(self, group: Group, device: torch.device) -> None:
-        """Connect without a collective, where the library can: in a thread of its own, which has a limit."""
 
     # What a backend overrides: each method starts one collective and returns a torch.distributed.Work, whose
     # wait() does what Handle.wait promises. Sizes have been checked, and the buffers are kept until then.
