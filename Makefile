@@ -57,6 +57,7 @@ lints: setup
 	$(BIN)/python -m scripts.lint_paths
 	$(BIN)/python -m scripts.lint_links
 	$(BIN)/python scripts/lint_store.py
+	$(BIN)/python scripts/lint_versions.py
 	$(BIN)/python scripts/lint_tests.py
 	$(BIN)/python scripts/lint_tiers.py
 

@@ -106,7 +106,7 @@ def test_the_interface_stays_small() -> None:
 def test_importing_and_listing_imports_no_torch_and_no_accelerator(tmp_path: Path) -> None:
     script = """
         import sys, accelz
-        assert {m for m in sys.modules if m.startswith(("torch", "accelz_", "accelz."))} == {"accelz.version"}
+        assert not [m for m in sys.modules if m.startswith(("torch", "accelz_", "accelz."))], "import accelz"
         accelz.list_backends()
         import accelz.cli
         heavy = [m for m in sys.modules if m == "torch" or m == "numpy" or m == "accelz_cpu.accelerator"]

@@ -8,7 +8,18 @@ from pathlib import Path
 import pytest
 from scripts.paths import ROOT, absolute, all_relative, relative
 
-from scripts import lint_devices, lint_links, lint_paths, lint_rooms, lint_store, lint_tests, lint_tiers
+import accelz
+import zero
+from scripts import (
+    lint_devices,
+    lint_links,
+    lint_paths,
+    lint_rooms,
+    lint_store,
+    lint_tests,
+    lint_tiers,
+    lint_versions,
+)
 
 
 @pytest.mark.parametrize(
@@ -82,6 +93,28 @@ def test_tiers(tmp_path: Path, code: str, told: str) -> None:
 
 def test_no_room_but_tiers_asks_which_tier_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     assert lint_tiers.main() == 0, capsys.readouterr().out
+
+
+def test_versions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All agree with one file, and one command brings them all to another version."""
+    assert lint_versions.main() == 0, capsys.readouterr().out
+    for name in ("accelz", "examples/sim"):
+        (folder := tmp_path / name).mkdir(parents=True)
+        (folder / "pyproject.toml").write_text(
+            'requires = ["scikit-build-core>=1,<2"]\nversion = "0.1.0"\ndependencies = ["accelz>=0.1,<0.2"]\n'
+        )
+    (tmp_path / "VERSION").write_text("0.2.1\n")
+    first, second, *_ = lint_versions.problems(tmp_path)
+    assert first == "accelz/pyproject.toml: '0.1.0' is to be '0.2.1', by VERSION"
+    assert second == "accelz/pyproject.toml: '>=0.1,<0.2' is to be '>=0.2,<0.3', by VERSION"
+    lint_versions.write(tmp_path)
+    assert list(lint_versions.problems(tmp_path)) == []
+    assert "scikit-build-core>=1,<2" in (tmp_path / "accelz/pyproject.toml").read_text()
+
+
+def test_what_is_installed_has_the_version() -> None:
+    version = (ROOT / "VERSION").read_text().strip()
+    assert {accelz.__version__, zero.__version__} == {version}
 
 
 def test_imports(tmp_path: Path) -> None:

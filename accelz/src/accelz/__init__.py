@@ -23,8 +23,6 @@ accelz.conformance           the tests of a backend
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from accelz.version import __version__ as __version__
-
 if TYPE_CHECKING:
     from accelz.accelerator import Accelerator
     from accelz.capabilities import Capabilities
@@ -56,6 +54,7 @@ if TYPE_CHECKING:
     from accelz.roles.rng import Rng
     from accelz.roles.streams import Event, NullStreams, Stream, Streams
     from accelz.selection import current, host_kernels, use
+    from accelz.version import __version__ as __version__
 
 _NAMES = {  # by the modules that they come from, which are imported when a name of theirs is first used
     "accelerator": "Accelerator",
@@ -123,7 +122,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    home = _HOME.get(name)
+    home = "version" if name == "__version__" else _HOME.get(name)
     if home is None:
         raise AttributeError(f"module 'accelz' has no attribute {name!r}")
     value = getattr(import_module(f"accelz.{home}"), name)

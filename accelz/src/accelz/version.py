@@ -1,3 +1,5 @@
-"""The version of accelz, for what shows it."""
+"""The version, of all packages that are published together: as installed, for what shows or records it."""
 
-__version__ = "0.1.0"
+from importlib.metadata import version
+
+__version__ = version("accelz")

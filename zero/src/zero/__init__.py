@@ -13,8 +13,6 @@ bytes of checkpoints start at once.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from zero.version import __version__ as __version__
-
 if TYPE_CHECKING:
     from zero.config.compilation import Compile
     from zero.config.deepspeed import from_deepspeed
@@ -42,6 +40,7 @@ if TYPE_CHECKING:
     from zero.pretrained import load_pretrained
     from zero.setup.initialization import initialize
     from zero.tiers.room import OutOfMemoryError
+    from zero.version import __version__ as __version__
     from zero.whole.gathered import gathered
 
 _HOME = {  # where each public name lives; imported at its first use
@@ -102,7 +101,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    home = _HOME.get(name)
+    home = "version" if name == "__version__" else _HOME.get(name)
     if home is None:
         raise AttributeError(f"module 'zero' has no attribute {name!r}")
     value = getattr(import_module(f"zero.{home}"), name)
