@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = ROOT / "tests"
 MOST_LINES = 500
-SHORT = ("zero", "sim")  # folders of tests whose files are that short
+SHORT = ("zero", "sim", "accelz", "backends")  # folders of tests whose files are that short
 
 
 def strangers(tests: Path, rooms: set[str]) -> Iterator[str]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 _numbers = itertools.count()
 ROOT = Path(__file__).resolve().parents[2]
@@ -61,3 +63,13 @@ def python(folder: Path, script: str, **variables: str) -> subprocess.CompletedP
         timeout=60,
         check=False,
     )
+
+
+def check(folder: Path, *options: str, name: str = "liar") -> tuple[int, dict[str, Any]]:
+    """Exit code and answer of `accelz check`, on a backend that is installed in `folder`."""
+    command = [sys.executable, "-m", "accelz.cli", "check", name, "--json", *options]
+    done = subprocess.run(
+        command, env=environment(folder), capture_output=True, text=True, timeout=280, check=False
+    )
+    assert done.stdout, done.stderr
+    return done.returncode, json.loads(done.stdout)

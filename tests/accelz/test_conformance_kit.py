@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import subprocess
 import sys
 from functools import cache
@@ -14,7 +13,7 @@ import pytest
 import torch
 
 from accelz import Capabilities, MemoryStats, NullStreams
-from accelz.conformance import grouping, runner
+from accelz.conformance import grouping
 from accelz.conformance.contract import ROLES, ContractBroken, checked
 from accelz.conformance.test_descriptor import DescriptorContract
 from accelz.conformance.test_flat_buffers import FlatBufferContract
@@ -24,22 +23,11 @@ from accelz_cpu.accelerator import build
 from accelz_cpu.memory import ProcessMemory
 
 from . import forked
-from .fake_distribution import environment, good, install
-from .liars import ROUNDS, SIM_ROUNDS
+from .fake_distribution import check, environment, good, install
+from .liars.rounds import ROUNDS, SIM_ROUNDS
+from .liars.told import LIAR
 
 pytestmark = pytest.mark.slow  # starts programs
-
-LIAR = """
-from accelz.hooks import BackendDescriptor, Probe, hookimpl
-
-def load():
-    from tests.accelz import liars
-    return liars.{call}
-
-@hookimpl
-def accelz_backend():
-    return BackendDescriptor("liar", 1, 5, lambda: Probe(True, "says so"), load)
-"""
 
 UNDECLARED = {
     "modest(on_sim=False)": {
@@ -132,18 +120,9 @@ DESCRIPTOR_LIES = {
 }
 
 
-def _check(folder: Path, *options: str, name: str = "liar") -> tuple[int, dict[str, Any]]:
-    command = [sys.executable, "-m", "accelz.cli", "check", name, "--json", *options]
-    done = subprocess.run(
-        command, env=environment(folder), capture_output=True, text=True, timeout=280, check=False
-    )
-    assert done.stdout, done.stderr
-    return done.returncode, json.loads(done.stdout)
-
-
 @pytest.fixture(scope="session")
 def round_report(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """`round_report(call)`: the kit's answer to one double, as `call` in liars.py makes it; one run each."""
+    """`round_report(call)`: the kit's answer to one double, made by `call` of `liars.told`; one run each."""
 
     @cache
     def report(call: str) -> dict[str, Any]:
@@ -219,85 +198,6 @@ def test_a_lying_descriptor_is_found(tmp_path: Path, lie: str) -> None:
     assert code == 1
     assert blamed in details
     assert came in details
-
-
-def test_a_method_that_hangs_is_named_and_the_rest_is_tested(tmp_path: Path) -> None:
-    install(tmp_path, "liar", LIAR.format(call="hanging()"))
-    code, summary = _check(tmp_path, "--timeout", "6", "-k", "the_interface_holds or TestRng")
-    assert code == 1
-    assert [f["broken"] for f in summary["failures"]] == ["Event.synchronize"]
-    came = "it was still running after 6 s"
-    assert summary["failures"][0]["message"] == f"Event.synchronize: must return\n  got:  {came}"
-    assert summary["passed"] == 4
-
-
-def test_a_hang_that_nothing_interrupts_ends_the_run(tmp_path: Path) -> None:
-    hang = (
-        "    import ctypes\n    mutex, library = ctypes.create_string_buffer(64), ctypes.PyDLL(None)\n"
-        "    def seed(seed):\n        while True: library.pthread_mutex_lock(mutex)\n"
-        "    accelerator.rng.seed = seed\n"
-    )
-    source = good("liar").replace("    return accelerator", f"{hang}    return accelerator")
-    install(tmp_path, "liar", source)
-    code, summary = _check(tmp_path, "--timeout", "3", "-k", "a_seed_repeats")
-    assert code == 1
-    failure = summary["failures"][-1]
-    assert failure["broken"] == "Rng.seed"
-    assert "was aborted because it produced no output for too long" in failure["message"]
-    assert " in seed\n" in failure["detail"]  # the stack
-
-
-CRASH = """    import ctypes
-    def seed(seed):
-        if seed == 8:  # in one of the tests
-            ctypes.string_at(0)
-        type(accelerator.rng).seed(accelerator.rng, seed)
-    accelerator.rng.seed = seed
-"""
-
-
-def test_a_crash_of_the_device_is_a_failure_of_its_test_and_the_rest_is_tested(tmp_path: Path) -> None:
-    source = good("liar").replace("    return accelerator", f"{CRASH}    return accelerator")
-    install(tmp_path, "liar", source)
-    code, summary = _check(tmp_path, "-k", "TestRng or capabilities_are_declared")
-    assert code == 1
-    [failure] = summary["failures"]
-    assert failure["broken"] == "Rng.seed"
-    assert "test_a_seed_repeats" in failure["test"]
-    came = "the process ended by signal 11 (SIGSEGV) in test_a_seed_repeats_and_seeds_differ, at "
-    assert failure["message"].startswith(f"Rng.seed: must not end the process\n  got:  {came}"), failure[
-        "message"
-    ]
-    assert "ctypes/__init__.py" in failure["message"]
-    assert " in seed\n" in failure["detail"]  # the stack
-    assert (summary["passed"], summary["failed"], summary["not_run"]) == (4, 1, 0)
-    assert summary["capabilities"]
-    assert summary["seconds"] > 1
-
-
-def test_what_is_left_after_too_many_crashes_is_counted(tmp_path: Path) -> None:
-    report, notes = tmp_path / "report.jsonl", tmp_path / "notes"
-    events = [{"event": "collected", "count": 5}, {"event": "start", "test": "x::test_one"}]
-    report.write_text("".join(f"{json.dumps(event)}\n" for event in events))
-    ended = runner.Ended(-6, "", silent=False)
-    assert runner.note_crash(report, notes, ended)
-    summary = runner.summary("liar", report, notes, ended)
-    assert (summary["passed"], summary["failed"], summary["not_run"], summary["ok"]) == (0, 1, 4, False)
-    assert "ended by signal 6 (SIGABRT) in test_one" in summary["failures"][0]["message"]
-
-
-def test_a_process_that_crashes_when_all_is_done_does_not_pass(tmp_path: Path) -> None:
-    report, notes = tmp_path / "report.jsonl", tmp_path / "notes"
-    events: list[dict[str, Any]] = [
-        {"event": "result", "test": "x::test_one", "outcome": "passed"},
-        {"event": "summary", "passed": 1, "failed": 0, "failures": []},
-    ]
-    report.write_text("".join(f"{json.dumps(event)}\n" for event in events))
-    ended = runner.Ended(-11, "", silent=False)
-    assert not runner.note_crash(report, notes, ended)
-    summary = runner.summary("liar", report, notes, ended)
-    assert (summary["failed"], summary["ok"]) == (1, False)
-    assert "ended by signal 11 (SIGSEGV) in no test" in summary["failures"][0]["message"]
 
 
 def test_a_missing_operator_is_named_once(tmp_path: Path) -> None:
@@ -497,7 +397,7 @@ def test_without_a_device_the_kit_says_what_it_needs(tmp_path: Path) -> None:
 
 
 def test_the_cpu_conforms(tmp_path: Path) -> None:
-    code, summary = _check(tmp_path, name="cpu")
+    code, summary = check(tmp_path, name="cpu")
     assert summary["failures"] == []
     assert code == 0
     assert summary["ok"] is True

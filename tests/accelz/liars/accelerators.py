@@ -1,0 +1,64 @@
+"""Lies of the accelerator itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from accelz import (
+    Accelerator,
+    BackendUnavailableError,
+)
+
+from .kept import A_LITTLE, keep
+
+
+class NotARole:
+    """Nothing that an interface knows."""
+
+
+class FlushRaises(Accelerator):
+    def flush(self) -> None:
+        raise AttributeError("mark_step")
+
+
+class FirstRankOnly(Accelerator):
+    def bind(self, local_rank: int) -> None:
+        if local_rank:
+            raise BackendUnavailableError("the device is taken")
+        super().bind(local_rank)
+
+
+class BindingKeeps(Accelerator):
+    def bind(self, local_rank: int) -> None:
+        keep(torch.ones(A_LITTLE))
+        super().bind(local_rank)
+
+
+class ResizeRefused(Accelerator):
+    """A device whose storages cannot be resized, as without the hook resizePrivateUse1Bytes."""
+
+    def bind(self, local_rank: int) -> None:
+        super().bind(local_rank)
+        torch.UntypedStorage.resize_ = _refuse  # type: ignore[method-assign, assignment]
+
+
+class OneDeviceForAll(Accelerator):
+    def bind(self, local_rank: int) -> None:
+        super().bind(0)
+
+
+class NotMadeCurrent(Accelerator):
+    def bind(self, local_rank: int) -> None:
+        self.device = torch.device(self.device.type, local_rank % self.device_count())
+        self.flat_buffers.device = self.device
+
+
+class OwnFlush(Accelerator):
+    def flush(self) -> None:
+        super().flush()
+
+
+def _refuse(*_: Any) -> None:
+    raise RuntimeError("Please register PrivateUse1HooksInterface")

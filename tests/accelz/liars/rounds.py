@@ -1,0 +1,341 @@
+"""The rounds: which lies are told together, and what the kit must say of each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .accelerators import (
+    BindingKeeps,
+    FirstRankOnly,
+    FlushRaises,
+    NotARole,
+    NotMadeCurrent,
+    OneDeviceForAll,
+    ResizeRefused,
+)
+from .collectives import (
+    AverageForSum,
+    BarrierOpen,
+    BroadcastRaises,
+    BuffersKept,
+    CodesRefused,
+    GroupsAreLists,
+    HalvesStay,
+    HostSums,
+    InputDestroyed,
+    KeepsALittle,
+    MaximumFromZero,
+    MisfitTaken,
+    NarrowWire,
+    NoHandle,
+    NotAsync,
+    OnTheFirstStream,
+    ReductionsNotAsync,
+    SendersBackwards,
+    SourceIgnored,
+    WaitRaises,
+    WaitsWhereItBegan,
+    WholeJobOnly,
+    WrongSlice,
+)
+from .flat_buffers import (
+    BindsWhenNotAsked,
+    CommonAlone,
+    CopiesInsteadOfViews,
+    FlattenGivesATuple,
+    FurtherBuffersKept,
+    GapsDirty,
+    MaterializeForgets,
+    MaterializeRaises,
+    ModelsKept,
+    ReleasedBytesKept,
+    ReleasedBytesStashed,
+    ReleaseKeepsBytes,
+    StridesLost,
+)
+from .kernels import (
+    BetaForgotten,
+    HalfWeightsForgotten,
+    KernelRaises,
+    KernelsOnTheFirstStream,
+    NonfiniteMissed,
+    NormIsATuple,
+    OverflowMissed,
+    RateForgotten,
+    Saturating,
+    ScratchKept,
+    ShortTable,
+    SixteenBitScale,
+    SkipIgnored,
+    SmallGrid,
+    StepCounted,
+    TailOverrun,
+    WeightsForgotten,
+)
+from .memory import (
+    FreeIsCapacity,
+    FreeOfFour,
+    HostMemoryIsAList,
+    HostMemoryKept,
+    HostMemoryRaises,
+    NothingCounted,
+    PeakIsSampled,
+    PeakNeverReset,
+    PinnedInNameOnly,
+    RunsOutOtherwise,
+    StatsAreADict,
+    StatsKeepALittle,
+    StatsRaise,
+)
+from .rng import (
+    FirstGenerator,
+    SeedIgnored,
+    SeedOfEightBits,
+    SeedRaises,
+    StateIgnored,
+    StateOfAnotherType,
+    StateOnTheDevice,
+    StatesKept,
+)
+from .streams import (
+    CurrentIsNone,
+    CurrentIsTheFirst,
+    DoneTooEarly,
+    EnteringRaises,
+    EventsNeverDone,
+    HostClocks,
+    KeepAliveOverwrites,
+    KeptAliveForever,
+    Milliseconds,
+    NeverPutBack,
+    NewRaises,
+    RecordingElsewhere,
+    SynchronizedTooEarly,
+    WaitBlocks,
+)
+
+
+@dataclass(frozen=True)
+class Lie:
+    """One broken promise. method: whom the kit must blame. test: in which of its tests.
+
+    role: the attribute of the accelerator that `mixin` spoils, "" for the accelerator itself. flags: what is
+    declared wrongly.
+    """
+
+    method: str
+    test: str
+    role: str = ""
+    mixin: type = object
+    flags: dict[str, Any] = field(default_factory=dict)
+
+
+ROUNDS: dict[str, dict[str, Lie]] = {
+    "one": {
+        "peak is never reset": Lie("Memory.reset_peak", "peak_and_its", "memory", PeakNeverReset),
+        "a seed of eight bits": Lie("Rng.seed", "every_bit_of_a_seed", "rng", SeedOfEightBits),
+        "a state is not put back": Lie("Rng.set_state", "a_state_comes_back", "rng", StateIgnored),
+        "streams are declared": Lie("Streams.new", "several_queues", flags={"streams": True}),
+        "skip is ignored": Lie("Kernels.step", "test_step[sgd", "kernels", SkipIgnored),
+        "a tail is overrun": Lie("Kernels.accumulate", "test_accumulate", "kernels", TailOverrun),
+        "nonfinite is missed": Lie(
+            "Kernels.norm_and_nonfinite", "nonfinite_is_seen", "kernels", NonfiniteMissed
+        ),
+        "a scale in 16 bits": Lie("Kernels.scale_cast", "test_scale_cast", "kernels", SixteenBitScale),
+        "release keeps the bytes": Lie(
+            "FlatBuffer.release", "drops_the_bytes", "flat_buffers", ReleaseKeepsBytes
+        ),
+        "common to nobody": Lie("FlatBufferStrategy.share", "buffers_in_common", "flat_buffers", CommonAlone),
+        "reduce_scatter is wrong": Lie(
+            "Collectives.reduce_scatter", "test_reduce_scatter", "collectives", WrongSlice
+        ),
+        "senders in another order": Lie(
+            "Collectives.all_to_all", "test_all_to_all", "collectives", SendersBackwards
+        ),
+        "a sum is an average": Lie("Collectives.all_reduce", "test_all_reduce", "collectives", AverageForSum),
+        "a wire of 16 bits": Lie("Collectives.all_gather", "test_all_gather", "collectives", NarrowWire),
+        "a source is ignored": Lie("Collectives.broadcast", "test_broadcast", "collectives", SourceIgnored),
+    },
+    "two": {
+        "stats are a dict": Lie("Memory.stats", "counters_make_sense", "memory", StatsAreADict),
+        "host memory raises": Lie("Memory.empty_host", "host_memory_round", "memory", HostMemoryRaises),
+        "every seed is 7": Lie("Rng.seed", "a_seed_repeats", "rng", SeedIgnored),
+        "events are never done": Lie("Event.done", "the_interface_holds", "streams", EventsNeverDone),
+        "keep_alive overwrites": Lie(
+            "Streams.keep_alive", "keep_alive_is_harmless", "streams", KeepAliveOverwrites
+        ),
+        "a stream cannot be entered": Lie("Streams.use", "work_inside_use", "streams", EnteringRaises),
+        "a step is counted": Lie("Kernels.step", "scalars_are_only_read", "kernels", StepCounted),
+        "an overflow is missed": Lie(
+            "Kernels.norm_and_nonfinite", "squares_that_overflow", "kernels", OverflowMissed
+        ),
+        "weights are forgotten": Lie("Kernels.step", "test_step[lion", "kernels", WeightsForgotten),
+        "bytes never come back": Lie(
+            "FlatBuffer.materialize", "repeated_calls", "flat_buffers", MaterializeForgets
+        ),
+        "strides are lost": Lie(
+            "FlatBufferStrategy.flatten", "flatten_keeps_values", "flat_buffers", StridesLost
+        ),
+        "async is not async": Lie("Collectives.all_gather", "return_at_once", "collectives", NotAsync),
+        "a barrier is open": Lie("Collectives.barrier", "barrier_waits", "collectives", BarrierOpen),
+        "host tensors are summed": Lie(
+            "Collectives.all_reduce", "test_host_tensors", "collectives", HostSums
+        ),
+        "some ranks reduce nothing": Lie(
+            "Collectives.all_reduce", "groups_of_some", "collectives", WholeJobOnly
+        ),
+        "a misfit is taken": Lie("Collectives.reduce_scatter", "do_not_fit", "collectives", MisfitTaken),
+        "async work is declared": Lie("Event.done", "operations_return", flags={"asynchronous": True}),
+    },
+    "three": {
+        "nothing is counted": Lie("Memory.stats", "allocated_follows", "memory", NothingCounted),
+        "exact memory is declared": Lie("Memory.stats", "allocated_is_exact", flags={"exact_memory": True}),
+        "pinned memory is declared": Lie(
+            "Memory.empty_host", "memory_is_pinned", flags={"pinned_host_memory": True}
+        ),
+        "a lazy graph is declared": Lie("Accelerator.flush", "flush_runs", flags={"lazy_graph": True}),
+        "a state is a list": Lie("Rng.get_state", "a_state_is_a_snapshot", "rng", StateOfAnotherType),
+        "time in milliseconds": Lie("Event.seconds_since", "events_measure_time", "streams", Milliseconds),
+        "a role of another type": Lie("Accelerator.kernels", "load_gives_every_role", "kernels", NotARole),
+        "released bytes are stashed": Lie(
+            "FlatBuffer.release", "drops_the_bytes", "flat_buffers", ReleasedBytesStashed
+        ),
+        "gaps are dirty": Lie("FlatBufferStrategy.flatten", "empty_parameters", "flat_buffers", GapsDirty),
+        "copies instead of views": Lie(
+            "FlatBufferStrategy.flatten", "flatten_keeps_values", "flat_buffers", CopiesInsteadOfViews
+        ),
+        "empty_like binds": Lie(
+            "FlatBufferStrategy.empty_like", "second_buffer", "flat_buffers", BindsWhenNotAsked
+        ),
+        "an input is destroyed": Lie(
+            "Collectives.reduce_scatter", "test_reduce_scatter", "collectives", InputDestroyed
+        ),
+        "no handle": Lie("Collectives.all_gather", "test_all_gather", "collectives", NoHandle),
+        "no fp32": Lie(
+            "Accelerator.capabilities",
+            "capabilities_are_declared",
+            flags={"dtypes": frozenset({torch.bfloat16, torch.float16})},
+        ),
+    },
+    "four": {
+        "stats raise": Lie("Memory.stats", "counters_make_sense", "memory", StatsRaise),
+        "a new stream raises": Lie("Streams.new", "the_interface_holds", "streams", NewRaises),
+        "a seed raises": Lie("Rng.seed", "a_seed_repeats", "rng", SeedRaises),
+        "a kernel raises": Lie("Kernels.scale_cast", "test_scale_cast", "kernels", KernelRaises),
+        "a table is short": Lie("Kernels.norm_and_nonfinite", "over_many_tensors", "kernels", ShortTable),
+        "nothing overflows": Lie("Kernels.accumulate", "accumulate_overflows", "kernels", Saturating),
+        "codes do not travel": Lie("Collectives.all_gather", "test_all_gather", "collectives", CodesRefused),
+        "materialize raises": Lie(
+            "FlatBuffer.materialize", "repeated_calls", "flat_buffers", MaterializeRaises
+        ),
+        "a broadcast raises": Lie(
+            "Collectives.broadcast", "test_broadcast_from", "collectives", BroadcastRaises
+        ),
+        "a wait raises": Lie("Handle.wait", "async_handles", "collectives", WaitRaises),
+        "ranks cannot share": Lie("Accelerator.bind", "ranks_share_a_device", "", FirstRankOnly),
+        "float8 is declared": Lie(
+            "Capabilities.dtypes",
+            "test_further_dtypes",
+            flags={"dtypes": frozenset({torch.float32, torch.float8_e4m3fn})},
+        ),
+    },
+    "five": {
+        "host memory is a list": Lie("Memory.empty_host", "host_memory_round", "memory", HostMemoryIsAList),
+        "no current stream": Lie("Streams.current", "the_interface_holds", "streams", CurrentIsNone),
+        "a norm is a tuple": Lie("Kernels.norm_and_nonfinite", "test_norm", "kernels", NormIsATuple),
+        "a buffer is a tuple": Lie(
+            "FlatBufferStrategy.flatten", "flatten_keeps_values", "flat_buffers", FlattenGivesATuple
+        ),
+        "half weights are forgotten": Lie(
+            "Kernels.step", "test_step[momentum", "kernels", HalfWeightsForgotten
+        ),
+        "a learning rate is forgotten": Lie("Kernels.step", "test_step[lion", "kernels", RateForgotten),
+        "a grid is small": Lie("Kernels.dequantise", "no_element_is_too_far", "kernels", SmallGrid),
+        "a cast saturates": Lie("Kernels.scale_cast", "scale_cast_overflows", "kernels", Saturating),
+        "a beta is forgotten": Lie("Kernels.step", "test_step[adamw", "kernels", BetaForgotten),
+        "a maximum begins at zero": Lie(
+            "Collectives.all_reduce", "test_all_reduce", "collectives", MaximumFromZero
+        ),
+        "a reduction waits": Lie(
+            "Collectives.reduce_scatter", "return_at_once", "collectives", ReductionsNotAsync
+        ),
+        "halves are not spread": Lie(
+            "Collectives.broadcast", "test_broadcast_from", "collectives", HalvesStay
+        ),
+        "groups are lists": Lie("Collectives.new_group", "groups_of_some", "collectives", GroupsAreLists),
+        "flush raises": Lie("Accelerator.flush", "synchronize_waits", "", FlushRaises),
+        "storage resize is declared": Lie(
+            "Capabilities.storage_resize", "a_storage_can_be_resized", "", ResizeRefused
+        ),
+    },
+    "leaks": {
+        "host memory is kept": Lie("Memory.empty_host", "host_memory_comes_back", "memory", HostMemoryKept),
+        "kept alive forever": Lie("Streams.keep_alive", "what_was_kept_alive", "streams", KeptAliveForever),
+        "states are kept": Lie("Rng.get_state", "states_of_generators", "rng", StatesKept),
+        "released bytes are kept": Lie(
+            "FlatBuffer.release", "a_buffer_that_comes_and_goes", "flat_buffers", ReleasedBytesKept
+        ),
+        "further buffers are kept": Lie(
+            "FlatBufferStrategy.empty_like", "forgotten_buffers", "flat_buffers", FurtherBuffersKept
+        ),
+        "models are kept": Lie("FlatBufferStrategy.flatten", "forgotten_models", "flat_buffers", ModelsKept),
+        "scratch is kept": Lie("Kernels.step", "scratch_memory", "kernels", ScratchKept),
+        "gathered buffers are kept": Lie(
+            "Collectives.all_gather", "buffers_of_collectives", "collectives", BuffersKept
+        ),
+        "binding keeps memory": Lie("Accelerator.bind", "binding_again", "", BindingKeeps),
+    },
+}
+
+SIM_ROUNDS: dict[str, dict[str, Lie]] = {
+    "sim": {
+        "host data is declared": Lie(
+            "Capabilities.host_data_assignment",
+            "takes_host_data",
+            flags={"host_data_assignment": True},
+        ),
+        "a state is on the device": Lie("Rng.get_state", "a_state_comes_back", "rng", StateOnTheDevice),
+        "a stream records elsewhere": Lie("Stream.record", "not_in_use", "streams", RecordingElsewhere),
+        "time of the host": Lie("Event.seconds_since", "events_measure_time", "streams", HostClocks),
+        "a kernel has a stream of its own": Lie(
+            "Kernels.accumulate", "queued_on_the_current", "kernels", KernelsOnTheFirstStream
+        ),
+        "all memory is free": Lie("Memory.stats", "free_falls", "memory", FreeIsCapacity),
+        "one device for all": Lie("Accelerator.bind", "bind_gives_a_usable", "", OneDeviceForAll),
+    },
+    "sim, one device": {
+        "one device is declared": Lie(
+            "Accelerator.bind", "a_process_keeps_its", flags={"one_device_per_process": True}
+        ),
+        "a peak is sampled": Lie("Memory.stats", "peak_and_its", "memory", PeakIsSampled),
+        "free of four devices": Lie("Memory.stats", "what_is_free", "memory", FreeOfFour),
+        "events are done at once": Lie("Event.done", "not_done_before_its_work", "streams", DoneTooEarly),
+    },
+    "sim, events": {
+        "the first generator": Lie("Rng.seed", "generator_is_that", "rng", FirstGenerator),
+        "events are not waited for": Lie(
+            "Event.synchronize", "an_event_is_waited_for", "streams", SynchronizedTooEarly
+        ),
+        "a stream is not put back": Lie("Streams.use", "puts_the_stream_back", "streams", NeverPutBack),
+    },
+    "sim, order": {
+        "current is the first": Lie("Streams.current", "current_is_the_stream", "streams", CurrentIsTheFirst),
+        "a wait blocks the host": Lie("Stream.wait", "wait_does_not_block", "streams", WaitBlocks),
+        "pinned in name only": Lie("Memory.empty_host", "copies_of_page_locked", "memory", PinnedInNameOnly),
+        "stats keep a little": Lie("Memory.stats", "reading_counters", "memory", StatsKeepALittle),
+        "running out has another name": Lie("Memory", "running_out", "", RunsOutOtherwise),
+        "a device is not made current": Lie(
+            "Accelerator.bind", "makes_the_device_current", "", NotMadeCurrent
+        ),
+        "an input is read too early": Lie(
+            "Collectives.all_gather", "work_before_it", "collectives", OnTheFirstStream
+        ),
+        "a wait is elsewhere": Lie("Handle.wait", "work_before_it", "collectives", WaitsWhereItBegan),
+        "a collective keeps a little": Lie(
+            "Collectives.all_gather", "buffers_of_collectives", "collectives", KeepsALittle
+        ),
+    },
+}
