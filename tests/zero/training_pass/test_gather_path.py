@@ -33,7 +33,7 @@ def own_frames() -> Trip:
 def trips_body(context: Context, **settings: Any) -> list[Trip]:
     """The frames from the hook before a forward down to each all-gather of two steps."""
     torch.manual_seed(5)
-    model = Stack(layers=3)
+    model = Stack(layers=4)
     engine = zero.initialize(model, decaying(model), zero.Config(timeout=20, **settings))
     collectives, trips = engine.accelerator.collectives, []
     all_gather = collectives.all_gather

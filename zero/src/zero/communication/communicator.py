@@ -172,12 +172,9 @@ class Communicator:
             return flag
         own = settings()
         mine = [*self.ledger.hashes, crc32(repr(own).encode())]
-        votes = [flag, bool(self._disk_errors.own), bool(gone), self._untold, *mine, *(-h for h in mine)]
-        ballot = torch.tensor(votes, dtype=torch.int64, device=HOST)
-        self._exchange("agreement", ballot)
-        flagged, failed, abandoned, untold, *hashes = ballot.tolist()
-        highest, lowest = hashes[: len(mine)], hashes[len(mine) :]
-        *issued, same_settings = (high == -low for high, low in zip(highest, lowest, strict=True))
+        flags = [flag, bool(self._disk_errors.own), bool(gone), self._untold]
+        any_rank, (*issued, same_settings) = self._vote("agreement", flags, mine)
+        flagged, failed, abandoned, untold = any_rank
         if not all(issued):
             self.ledger.line.failures.mismatch()
         self._check_launch(gone or "a process that another rank depends on" * abandoned)
@@ -187,7 +184,7 @@ class Communicator:
             raise RankMismatchError(f"{first_setting(self.all_gather_object(dict(own)))}. {_SETTINGS_ADVICE}")
         if untold:
             self._tell_of_others()
-        return bool(flagged)
+        return flagged
 
     @contextmanager
     def telling(self, about: str, what: str) -> Iterator[None]:
@@ -246,14 +243,8 @@ class Communicator:
         """Wait until every rank has come here and finished all reading and writing before it."""
         self._exchange(what, torch.zeros(1, dtype=torch.int64, device=HOST))
 
-    def all_reduce_or(self, flags: Tensor) -> Tensor:
-        """Take the elementwise "or" of host uint8 flags over the ranks, in place."""
-        if self.group.size > 1:
-            self._exchange("usage", flags)
-        return flags
-
     def highest(self, what: str, numbers: Tensor) -> Tensor:
-        """Take the elementwise maximum of host int64 numbers over the ranks, in place. Blocks the host."""
+        """Take the elementwise maximum of host integers over the ranks, in place. Blocks the host."""
         if self.group.size > 1:
             self._exchange(what, numbers)
         return numbers
@@ -271,10 +262,8 @@ class Communicator:
         if self.group.size == 1:
             return
         mine = [crc32(text.encode()) for text in facts.values()]
-        ballot = torch.tensor([mine, [-each for each in mine]], dtype=torch.int64, device=HOST)
-        self._exchange("settings and model", ballot)
-        highest, lowest = ballot.tolist()
-        unequal = [what for what, high, low in zip(facts, highest, lowest, strict=True) if high != -low]
+        _, equal = self._vote("settings and model", [], mine)
+        unequal = [what for what, same in zip(facts, equal, strict=True) if not same]
         if unequal:
             every = self.all_gather_object(facts[unequal[0]].splitlines())
             raise RankMismatchError(
@@ -300,6 +289,17 @@ class Communicator:
                 f"rank {self.group.rank} did not get the other ranks' state: {error}. All ranks must make "
                 "the same calls: look at the output of the others first"
             ) from error
+
+    def _vote(
+        self, what: str, flags: Sequence[bool], numbers: Sequence[int]
+    ) -> tuple[list[bool], list[bool]]:
+        """Return which flags any rank has set, and which numbers are the same on all ranks."""
+        ballot = torch.tensor([*flags, *numbers, *(-n for n in numbers)], dtype=torch.int64, device=HOST)
+        self._exchange(what, ballot)
+        told, count = ballot.tolist(), len(flags)
+        highest, lowest = told[count : count + len(numbers)], told[count + len(numbers) :]
+        equal = [high == -low for high, low in zip(highest, lowest, strict=True)]
+        return [bool(flag) for flag in told[:count]], equal
 
     def _exchange(self, what: str, tensor: Tensor) -> None:
         """All-reduce (max) in host memory, outside of the hashed sequence."""

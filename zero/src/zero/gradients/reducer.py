@@ -292,7 +292,7 @@ class GradientReducer:
         if self._communicator.agree(any(g.partial or g.filled for g in self.all), self._settings):
             mine = torch.cat([_flags(g.locally_used, n) for g, n in zip(self.all, counts, strict=True)])
             after = torch.tensor([bool(g.filled) for g in self._order], dtype=torch.uint8, device=HOST)
-            *flags, after = self._communicator.all_reduce_or(torch.cat([mine, after])).split(
+            *flags, after = self._communicator.highest("usage", torch.cat([mine, after])).split(
                 [*counts, len(after)]
             )
             used = [f.nonzero().flatten().tolist() for f in flags]

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from zero.communication.communicator import Communicator
 from zero.errors import StateError, UsageError, some
-from zero.integrity import Integrity
 from zero.sharding.alterations import replaced
 from zero.sharding.flat_group import FlatGroup
 from zero.sharding.sharded_unit import ShardedUnit
@@ -22,6 +22,16 @@ from zero.tiers.values import Values, fetch, put
 from zero.warning import warn
 
 Place = tuple[ShardedUnit, FlatGroup, int]  # a parameter's unit, group, and index in the group
+
+
+class ValueChecks(Protocol):
+    """Whether the engine may go on; see `zero.integrity`."""
+
+    def check_showable(self) -> None: ...
+
+    def snapshot_versions(self) -> None: ...
+
+    def interrupt(self) -> None: ...
 
 
 class FullParameters(Uncopied):
@@ -35,7 +45,7 @@ class FullParameters(Uncopied):
         module: nn.Module,
         units: Sequence[ShardedUnit],
         communicator: Communicator,
-        integrity: Integrity,
+        integrity: ValueChecks,
     ) -> None:
         self.integrity = integrity
         self.units = tuple(units)
