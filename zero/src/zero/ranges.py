@@ -6,9 +6,15 @@ ranges.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
+from typing import ParamSpec, TypeVar
 
 from torch.autograd import profiler
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
 
 _NOTHING = nullcontext()
 
@@ -21,3 +27,21 @@ def ranged(phase: str, unit: str = "") -> AbstractContextManager[None]:
     if profiler._is_profiler_enabled:
         return profiler.record_function(f"zero::{phase} {unit}".rstrip())
     return _NOTHING
+
+
+def in_range(
+    phase: str, unit: str | Callable[..., str] = ""
+) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
+    """Make a function one phase. unit: a name, or what tells it from the function's arguments."""
+
+    def made(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+        @wraps(function)
+        def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+            if not profiler._is_profiler_enabled:
+                return function(*args, **kwargs)
+            with ranged(phase, unit if isinstance(unit, str) else unit(*args, **kwargs)):
+                return function(*args, **kwargs)
+
+        return call
+
+    return made

@@ -28,6 +28,7 @@ from zero.config.paths import as_path
 from zero.errors import UsageError
 from zero.files.publication import Publication, check_name
 from zero.files.storage import DISK, Storage
+from zero.ranges import in_range
 from zero.sharding.selection import Selection
 from zero.tiers.values import lasting
 from zero.version import __version__
@@ -44,6 +45,7 @@ class Checkpoints:
         self._background: BackgroundSave | None = None
 
     @lasting()
+    @in_range("save")
     def save(
         self,
         path: str | Path,
@@ -91,6 +93,7 @@ class Checkpoints:
             job.run()
 
     @lasting()
+    @in_range("load")
     def load(self, path: str | Path, options: LoadOptions, before_change: Callable[[bool], None]) -> Loaded:
         """See Engine.load_checkpoint."""
         self.wait()
@@ -108,6 +111,7 @@ class Checkpoints:
             if failure is not None:
                 raise failure
 
+    @in_range("save", "collect")
     def _prepare(
         self,
         job: RankSave,

@@ -20,6 +20,7 @@ from zero.files.manifest import Manifest, model_key
 from zero.files.names import Rename, match, raise_for, stored_in
 from zero.files.reader import Checkpoint, find
 from zero.files.storage import Storage
+from zero.ranges import in_range
 from zero.sharding.sharded_unit import refill
 from zero.sharding.state_entries import entries_of, load_rest
 
@@ -126,6 +127,7 @@ class _Load:
         self._extra_state = entries_of(engine.module).rest.keys()
         self._extra_values: dict[str, Any] = {}
 
+    @in_range("load", "check")
     def check(self) -> None:
         """Raise StateError or UsageError if anything does not fit. Changes nothing."""
         options, left_out, wanted = self._options, self._manifest.left_out, targets(self._engine.module)
@@ -175,6 +177,7 @@ class _Load:
                     f"it, and read the value from what load_checkpoint returns, .state[{name!r}]"
                 )
 
+    @in_range("load", "fill")
     def fill(self) -> None:
         """Fill this rank's shards, masters, optimizer state and generators, and the module's buffers."""
         keys = {name: model_key(source) for name, source in self._sources.items()}
@@ -186,6 +189,7 @@ class _Load:
         if self._random_states:
             random_state.restore(self._engine.accelerator, self._random_states)
 
+    @in_range("load", "spread")
     def spread(self) -> None:
         """Refresh the resident units' whole parameters. Collective.
 

@@ -21,6 +21,7 @@ from zero.errors import CheckpointError, CommunicationError
 from zero.files.manifest_assembly import assemble
 from zero.files.publication import Publication
 from zero.files.storage import Storage
+from zero.ranges import in_range
 
 _log = logging.getLogger("zero")
 
@@ -103,6 +104,7 @@ class RankSave:
                 "path, on a file system that all ranks share"
             )
 
+    @in_range("save", "write")
     def _write(self, staging: Path) -> dict[str, Any]:
         path = staging / f"rank-{self.messages.rank:05d}.safetensors"
         report = write_rank_file(self.storage, self.accelerator, path, self.mine.parts, self.packed)
@@ -139,6 +141,7 @@ class RankSave:
                 raise
             _log.warning("%s is saved, but %s", self.publication.path, error)
 
+    @in_range("save", "publish")
     def _publish(self) -> Problem:
         """Publish the checkpoint once every rank has written its file. On rank 0."""
         try:

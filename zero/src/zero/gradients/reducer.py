@@ -29,6 +29,7 @@ from zero.communication.job import Mesh
 from zero.gradients.group_gradients import GradientPolicy, GroupGradients
 from zero.gradients.replica_sums import ReplicaSums
 from zero.gradients.skipped_steps import SkippedSteps
+from zero.ranges import ranged
 from zero.sharding.sharded_unit import ShardedUnit
 from zero.sharding.units import PERSISTENT, ROOT
 from zero.tiers.room import allocate
@@ -242,11 +243,12 @@ class GradientReducer:
             self._skipped_steps.search(gradients, data)
         group, unit, ranks = gradients.group, gradients.unit.name, gradients.group.mesh.shards
         result, handle = data, None
-        if group.shards > 1:
-            result = gradients.empty_slice(data.dtype)
-            handle = self._communicator.reduce_scatter(unit, result, data, ranks)
-        elif ranks.size > 1:
-            handle = self._communicator.all_reduce(unit, data, ranks)
+        with ranged("reduce", unit):
+            if group.shards > 1:
+                result = gradients.empty_slice(data.dtype)
+                handle = self._communicator.reduce_scatter(unit, result, data, ranks)
+            elif ranks.size > 1:
+                handle = self._communicator.all_reduce(unit, data, ranks)
         self._reductions.append(_Reduction(gradients, whole, result, handle))
         while len({r.gradients.unit for r in self._reductions}) > UNDER_REDUCTION:
             self._wait_oldest()
@@ -261,8 +263,9 @@ class GradientReducer:
 
     def _wait_oldest(self) -> None:
         done = self._reductions.pop(0)
-        if done.handle is not None:
-            done.handle.wait()
+        with ranged("reduced", done.gradients.unit.name):
+            if done.handle is not None:
+                done.handle.wait()
         if self._replica_sums is not None and done.gradients.group.mesh.replicas is not None:
             self._replica_sums.take(done.gradients, done.whole, done.result, self._last)
             return

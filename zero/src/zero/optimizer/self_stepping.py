@@ -23,6 +23,7 @@ from zero.optimizer.joint import name_of
 from zero.optimizer.parameter_exchange import ParameterExchange
 from zero.optimizer.pieces import bind, shaped, show
 from zero.optimizer.stepped import ReducedGradients, SteppedSubGroup, Turn
+from zero.ranges import in_range
 from zero.sharding.stand_in import PieceGradient, StandIns
 from zero.tiers.room import room_for
 from zero.tiers.stores import Stores
@@ -55,6 +56,7 @@ class SelfStepping:
         self._meets = False  # whether this step has collectives
         self._failure: Exception | None = None  # of this rank, until the ranks meet
 
+    @in_range("update")
     def run(self, turns: Sequence[Turn], scale: Tensor | None) -> None:
         """Step these sub-groups."""
         turns = [(stepped, have) for stepped, have in turns if stepped.routes is None or stepped.routes.total]

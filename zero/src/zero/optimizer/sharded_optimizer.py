@@ -34,6 +34,7 @@ from zero.optimizer.refused_calls import refuse_calls
 from zero.optimizer.self_stepping import SelfStepping
 from zero.optimizer.stepped import ReducedGradients, StepCount, SteppedSubGroup, Turn
 from zero.optimizer.stepping import GroupStepping
+from zero.ranges import ranged
 from zero.sharding.flat_group import FlatGroup
 from zero.sharding.stand_in import PieceGradient, StandIns
 from zero.tiers.record import Opened
@@ -141,7 +142,7 @@ class ShardedOptimizer:
                 assert stepped.rule is not None
                 step = plan_step(stepped.rule, self.optimizer.param_groups, stepped, have.used)
                 here = factors if state.master.device == self._accelerator.device else away
-                with self._room("for the step of", stepped):
+                with self._room("for the step of", stepped), ranged("update", stepped.group.unit):
                     self._step_sub_group(stepped, have, state, step, here)
                 stepped.remember(step.missed)
                 self._tracer.mark("step", stepped.group.unit)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from accelz import Event
 from zero.optimizer.stepped import SteppedSubGroup
+from zero.ranges import in_range
 from zero.tiers.carrier import Carrier
 from zero.tiers.record import Opened, Record
 from zero.tiers.room import allocate
@@ -61,6 +62,7 @@ class StreamedRecord:
         """Whether the sub-group's record is the one on the device."""
         return self._host_record is not self.stepped.record
 
+    @in_range("bring", lambda self: self.stepped.group.unit)
     def prefetch(self) -> None:
         """Begin to copy it to the device. Raises torch.OutOfMemoryError, having changed nothing."""
         assert self.residence is Residence.ON_HOST
@@ -89,6 +91,7 @@ class StreamedRecord:
         assert self.residence is Residence.ON_DEVICE
         self.stepped.sub.record = Record(ON_DEVICE, self._near[0], tuple(self._near[1:]))
 
+    @in_range("evict", lambda self: self.stepped.group.unit)
     def evict(self) -> None:
         """Begin to copy it back."""
         assert self.residence is Residence.ON_DEVICE

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from accelz import Event
+from zero.ranges import in_range
 from zero.tiers.room import allocate
 from zero.tiers.stores import Stores
 from zero.tiers.swap_file import Section
@@ -75,6 +76,7 @@ class ShardSource:
         """Begin to read a shard that is on disk; return False if the limit of reading ahead is reached."""
         return not isinstance(self.shard, Section) or self._stores.read_ahead.begin(self.shard)
 
+    @in_range("bring", lambda self: self._unit)
     def bring(self) -> None:
         """Begin to move a shard that is away to the device, for a gather, until `take_back`."""
         shard = self.shard

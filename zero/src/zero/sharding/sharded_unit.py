@@ -294,6 +294,12 @@ class ShardedUnit:
         for begun in self._pending.values():
             for handle in chain.from_iterable(begun):
                 handle.wait()
+        with ranged("release", self.name):
+            self._drop_buffers()
+        self._bind(EXACT)
+        self.guard.close()
+
+    def _drop_buffers(self) -> None:
         stay = set() if self._stale else self.persistent & self._gathered
         for group in self.groups:
             kept = {group.gather_format(fmt) for fmt in stay}
@@ -303,8 +309,6 @@ class ShardedUnit:
         self._pending.clear()
         self._gathered = stay
         self._stale = False
-        self._bind(EXACT)
-        self.guard.close()
 
     def rest(self) -> None:
         """Stay gathered for a later use. Until then, a module inside that is called past the unit is seen."""
@@ -349,7 +353,8 @@ class ShardedUnit:
     def start_refill(self, frozen: bool) -> list[Pending]:
         """Begin what `refill` completes."""
         kept = [group for group in self.groups if self.resident and group.shards > 1]
-        begun = [g.start_gather(self._communicator, EXACT) for g in kept if g.trainable or frozen]
+        with ranged("gather", self.name):
+            begun = [g.start_gather(self._communicator, EXACT) for g in kept if g.trainable or frozen]
         return list(chain.from_iterable(begun))
 
     def rebound(self) -> list[str]:

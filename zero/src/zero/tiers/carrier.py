@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from accelz import Accelerator, Event, Stream, Streams
+from zero.ranges import in_range
 
 SLOTS = 2  # host buffers that weights leave from: one fills while the other travels
 LEAVING = 2  # values that may be on their way to the host, still holding device memory
@@ -61,6 +62,7 @@ class Carrier:
     def _beside(self) -> Stream:
         return self._streams.new()
 
+    @in_range("copy", "to host")
     def to_host(self, values: Tensor) -> HostCopy:
         """Begin to move `values` to page-locked host memory.
 
@@ -94,6 +96,7 @@ class Carrier:
         buffer, _ = self._slots[-1]
         self._slots[-1] = (buffer, self.send(slot, out))
 
+    @in_range("copy", "to device")
     def send(self, values: Tensor, out: Tensor) -> Event:
         """Begin to copy page-locked `values`, which must not change until the event, to `out` on the device.
 

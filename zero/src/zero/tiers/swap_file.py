@@ -27,6 +27,7 @@ from torch import Tensor
 
 from accelz import HOST, Memory
 from zero.errors import OffloadError
+from zero.ranges import in_range
 from zero.tiers.host_memory import bytes_of
 from zero.tiers.stored import Stored
 
@@ -86,16 +87,19 @@ class SwapFile:
         """Return the number of writes begun so far to the allocation that contains `place`."""
         return self._changes[bisect.bisect_right(self._places, place) - 1]
 
+    @in_range("read", "from disk")
     def read(self, place: int, buffer: memoryview) -> Transfer:
         """Begin to fill `buffer`, page-aligned and of whole pages, from `place`."""
         with self._lock:
             self.bytes_read += buffer.nbytes
         return self._move(os.preadv, self._direct, place, buffer)
 
+    @in_range("read", "from disk")
     def read_cached(self, place: int, buffer: memoryview) -> Transfer:
         """Begin to fill `buffer` from any place, through the page cache."""
         return self._move(os.preadv, self._cached, place, buffer)
 
+    @in_range("write", "to disk")
     def write(self, place: int, buffer: memoryview) -> Transfer:
         """Begin to write `buffer`, page-aligned and of whole pages, to `place`.
 
@@ -159,6 +163,7 @@ class Transfer:
         """Wait until no part of it is under way any more, moved or not."""
         wait(self._blocks)
 
+    @in_range("wait", "for disk")
     def wait(self) -> None:
         """Wait until all of it has been moved; raises OffloadError if a part could not be."""
         self.drain()  # every block: none may still be moving when the buffer is used again

@@ -15,6 +15,7 @@ from zero.gradients.factor import GradientFactor
 from zero.gradients.loss_scale import LossScale
 from zero.gradients.reducer import GradientReducer
 from zero.gradients.skipped_steps import SkippedSteps
+from zero.ranges import in_range
 from zero.sharding.sharded_unit import ShardedUnit, refill
 from zero.tiers.stores import Stores
 from zero.training_pass.training_pass import TrainingPass
@@ -51,6 +52,7 @@ class Boundary:
     compiled: CompiledModel | None
     tracer: MemoryTracer
 
+    @in_range("step")
     def step(self) -> None:
         """Step the optimizer with the gradients that there are, and drop them. Collective."""
         self.training_pass.check_not_in_use("step")
