@@ -11,7 +11,7 @@ from torch.distributed import HashStore
 from accelz import Group
 from accelz.ranks.bounded_store import bounded
 from zero.communication.reports import Failure, Report, Reports
-from zero.communication.watch import Watch
+from zero.communication.waits import Waits
 
 TIMEOUT = 10.0
 NAMES = {1: "all_gather of unit 'a'", 2: "all_gather of unit 'b'", 3: "all_reduce of unit 'norm'"}
@@ -100,7 +100,7 @@ def test_a_silent_rank_is_where_it_has_published_that_it_waits(places: dict[int,
 def test_a_rank_that_has_gone_on_waits_no_longer_where_it_did() -> None:
     """It publishes nothing at the end of a wait that raises, so that others learn of it."""
     store = bounded(HashStore(), 10.0)
-    here, there = (Watch(Group(rank, 2, 60.0, store, None), "watch", []) for rank in range(2))  # type: ignore[arg-type]
+    here, there = (Waits(Group(rank, 2, 60.0, store, None), "watch", []) for rank in range(2))  # type: ignore[arg-type]
     with suppress(RuntimeError), there.waiting(5, "save_checkpoint('a')", limit=0.1):
         there.patience = 0.0
         there.look()
@@ -128,7 +128,7 @@ def test_what_was_read_before_is_told_when_the_store_is_gone() -> None:
     """Rank 0, which hosts it, gives up in its own wait and ends."""
     store = Lost()
     reached = bounded(store, 10.0)
-    here, there = (Watch(Group(rank, 2, 60.0, reached, None), "watch", []) for rank in (1, 0))  # type: ignore[arg-type]
+    here, there = (Waits(Group(rank, 2, 60.0, reached, None), "watch", []) for rank in (1, 0))  # type: ignore[arg-type]
     with there.waiting(5, "save_checkpoint('a')", limit=0.1):
         there.patience = 0.0
         there.look()

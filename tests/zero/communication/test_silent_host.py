@@ -26,7 +26,7 @@ from tests.zero.helpers.waiting import end, wait_until
 from zero.checkpoint.save_messages import SaveMessages
 from zero.communication.communicator import Communicator
 from zero.communication.reports import Failure, Reports
-from zero.communication.watch import Watch
+from zero.communication.waits import Waits
 
 pytestmark = pytest.mark.slow  # starts programs
 
@@ -112,7 +112,7 @@ def test_a_failed_collective_is_explained_in_seconds() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("zero.communication.reports.SECONDS", 0.2)
         said = reports.describe(failure, reports.exchange({1: "all_gather"}, failure), {})
-        Watch(group, "watch", []).places([0], 1)
+        Waits(group, "watch", []).places([0], 1)
     assert time.monotonic() - began < 2
     assert "it broke. Nothing is known of the other ranks: the host of the job's store, Silent" in said
 
@@ -123,10 +123,10 @@ def test_a_long_wait_is_logged_with_the_silence(caplog: pytest.LogCaptureFixture
             time.sleep(2)
 
     nothing: Any = None
-    watch = Watch(Group(1, 2, 0.2, bounded(Deaf(), 0.2), nothing), "watch", [])
-    with watch.waiting(1, "all_gather of unit 'a'"):
-        watch.patience = 0.0
-        watch.look()
+    waits = Waits(Group(1, 2, 0.2, bounded(Deaf(), 0.2), nothing), "watch", [])
+    with waits.waiting(1, "all_gather of unit 'a'"):
+        waits.patience = 0.0
+        waits.look()
     assert "in collective 1, all_gather of unit 'a': the host of the job's store, Deaf" in caplog.text
 
 

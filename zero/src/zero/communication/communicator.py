@@ -43,15 +43,15 @@ class NamedHandle:
 
     def wait(self) -> None:
         """Order what follows after the collective. Raises CommunicationError."""
-        watch = self._line.watch
-        wait = watch.begin(self._issued.number, self._issued.text)
+        waits = self._line.waits
+        wait = waits.begin(self._issued.number, self._issued.text)
         try:
             self._handle.wait()
-            watch.over(wait)
+            waits.over(wait)
         except CollectiveError as error:
             self._line.failures.explain(error, self._issued, self._ranks)
         finally:
-            watch.forget()
+            waits.forget()
 
 
 class Communicator:
@@ -106,12 +106,12 @@ class Communicator:
         what: the call to name. limit: seconds after which it fails.
         """
         line = self.ledger.line
-        return line.watch.waiting(line.count, what, limit)
+        return line.waits.waiting(line.count, what, limit)
 
     def whereabouts(self, ranks: Iterable[int]) -> str:
         """Say where ranks wait that are missed now, as far as they have told; "" if they have not."""
         line = self.ledger.line
-        return line.watch.describe(ranks, line.count)
+        return line.waits.describe(ranks, line.count)
 
     def all_gather(self, unit: str, output: Tensor, shard: Tensor, ranks: Group) -> NamedHandle:
         output, shard = _transportable(output), _transportable(shard)
@@ -282,7 +282,7 @@ class Communicator:
         self.check()
         line = self.ledger.line
         try:
-            with line.watch.waiting(line.count, "exchange of values"):
+            with line.waits.waiting(line.count, "exchange of values"):
                 return self._values(value)
         except RuntimeError as error:
             raise CommunicationError(
@@ -322,14 +322,14 @@ class Communicator:
 
     def _start(self, issued: Issued, ranks: Group, call: Callable[..., Handle], *args: Any) -> NamedHandle:
         line = self.ledger.line
-        wait = line.watch.begin(issued.number, issued.text)  # first uses of a size may wait for other ranks
+        wait = line.waits.begin(issued.number, issued.text)  # first uses of a size may wait for other ranks
         try:
             handle = call(*args, async_op=True)
-            line.watch.over(wait)
+            line.waits.over(wait)
         except CollectiveError as error:
             line.failures.explain(error, issued, ranks)
         finally:
-            line.watch.forget()
+            line.waits.forget()
         return NamedHandle(handle, issued, line, ranks)
 
 

@@ -11,7 +11,7 @@ from torch.distributed import get_process_group_ranks
 
 from accelz import CollectiveError, Group
 from zero.communication.reports import Failure, Reports
-from zero.communication.watch import Watch
+from zero.communication.waits import Waits
 from zero.errors import CommunicationError, RankMismatchError
 
 
@@ -33,12 +33,12 @@ class Failures:
     """
 
     def __init__(
-        self, group: Group, key: str, log: Iterable[tuple[int, str]], watch: Watch, several: bool
+        self, group: Group, key: str, log: Iterable[tuple[int, str]], waits: Waits, several: bool
     ) -> None:
         self.first = ""
         self._group = group
         self._log = log
-        self._watch = watch
+        self._waits = waits
         self._advice = f"{_ADVICE}. {_ENGINES}" if several else _ADVICE
         self._reports = Reports(group, key)
         self.notes = self._reports.notes
@@ -53,7 +53,7 @@ class Failures:
 
     def explain(self, error: CollectiveError, issued: Issued, ranks: Group) -> NoReturn:
         """Raise what the ranks' reports say of a collective over `ranks` that failed."""
-        self._watch.forget()
+        self._waits.forget()
         cause = " ".join(str(error).split()) + self._numbers(ranks)
         self.first = self.first or cause
         failure = Failure(issued.number, issued.text, time.monotonic() - issued.began, cause)
@@ -63,7 +63,7 @@ class Failures:
         if difference:
             raise RankMismatchError(f"{difference}. {self._advice}") from error
         silent = [rank for rank in range(self._group.size) if rank not in reports]
-        places = self._watch.places(silent, failure.number)
+        places = self._waits.places(silent, failure.number)
         raise CommunicationError(self._reports.describe(failure, reports, places)) from error
 
     def aborted(self, error: CollectiveError) -> NoReturn:

@@ -9,7 +9,7 @@ from zlib import crc32
 from accelz import Group
 from accelz.ranks.exchange import unused_key
 from zero.communication.failures import Failures, Issued
-from zero.communication.watch import Watch
+from zero.communication.waits import Waits
 
 LOG_LENGTH = 256
 Kind = Literal["reductions", "others", "exchanges"]
@@ -29,8 +29,8 @@ class Line:
         self.engine = engine
         self.count = 0
         self.log: deque[tuple[int, str]] = deque(maxlen=LOG_LENGTH)
-        self.watch = Watch(group, key, self.log)
-        self.failures = Failures(group, key, self.log, self.watch, several=engine > 1)
+        self.waits = Waits(group, key, self.log)
+        self.failures = Failures(group, key, self.log, self.waits, several=engine > 1)
         # The engine that issued last, and a hash of all turns; by kind, since a graph that is partly on the
         # host may run reductions or others sooner.
         self._turns: dict[Kind, tuple[int, int]] = dict.fromkeys(get_args(Kind), (0, 0))

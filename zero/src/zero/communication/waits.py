@@ -48,7 +48,7 @@ class Wait:
 _Published = tuple[int, str, Log]  # by a rank: a wait's number; its place, "" once it is over; the log
 
 
-class Watch:
+class Waits:
     """The waits of the engines in one line. key: the engine's key in the store. log: its last collectives."""
 
     def __init__(self, group: Group, key: str, log: Iterable[tuple[int, str]]) -> None:
