@@ -47,11 +47,12 @@ class NamedHandle:
         wait = waits.begin(self._issued.number, self._issued.text)
         try:
             self._handle.wait()
-            waits.over(wait)
         except CollectiveError as error:
             self._line.failures.explain(error, self._issued, self._ranks)
-        finally:
+        except BaseException:
             waits.forget()
+            raise
+        waits.over(wait)
 
 
 class Communicator:
@@ -325,11 +326,12 @@ class Communicator:
         wait = line.waits.begin(issued.number, issued.text)  # first uses of a size may wait for other ranks
         try:
             handle = call(*args, async_op=True)
-            line.waits.over(wait)
         except CollectiveError as error:
             line.failures.explain(error, issued, ranks)
-        finally:
+        except BaseException:
             line.waits.forget()
+            raise
+        line.waits.over(wait)
         return NamedHandle(handle, issued, line, ranks)
 
 

@@ -68,12 +68,13 @@ class Waits:
         wait = self.begin(number, text, limit)
         try:
             yield
-            self.over(wait)
-        finally:
+        except BaseException:
             self.forget()
+            raise
+        self.over(wait)
 
     def begin(self, number: int, text: str, limit: float | None = None) -> Wait:
-        """Note that this thread begins to wait for other ranks, until `over` and, in any case, `forget`.
+        """Note that this thread begins to wait for other ranks, until `over` or, after an error, `forget`.
 
         number, text: as in the log. limit: seconds to its error, for what is no collective; number is then
         that of the last one issued.
@@ -82,13 +83,14 @@ class Waits:
         return wait
 
     def over(self, wait: Wait) -> None:
-        """Note that the wait has ended well. After an error the other ranks are still told of it."""
+        """Note that the wait has ended well."""
+        self._waits.pop(get_ident(), None)
         if wait.published:
             with suppress(RuntimeError, OSError):
                 self._publish(wait.number, "")
 
     def forget(self) -> None:
-        """Note that this thread goes on."""
+        """Note that the wait has ended with an error. The other ranks are still told where it was."""
         self._waits.pop(get_ident(), None)
 
     def places(self, ranks: Iterable[int], number: int) -> dict[int, str]:

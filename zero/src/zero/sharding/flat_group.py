@@ -48,8 +48,6 @@ from zero.tiers.values import Values, at_least_fp32, lasting
 Pending = NamedHandle | SideStreamWork
 """A transfer under way to or from a buffer."""
 
-_HERE = nullcontext()
-
 
 class FlatGroup:
     """A flat buffer: flattens its parameters when built; `finalize_shards()` leaves the shard, or both.
@@ -252,7 +250,10 @@ class FlatGroup:
 
     def buffer(self, fmt: GatherFormat) -> FlatBuffer:
         """Return the buffer to gather into: `home` for values as they are, else a converted one."""
-        fmt = self.gather_format(fmt)
+        return self._buffer(self.gather_format(fmt))
+
+    def _buffer(self, fmt: GatherFormat) -> FlatBuffer:
+        """Return the buffer for a format of the group."""
         if fmt == EXACT:
             return self.home
         if fmt not in self._converted:
@@ -286,17 +287,21 @@ class FlatGroup:
         Values are cast, or rounded to codes, before anything travels. A shard that is away is copied and cast
         concurrently with the computation. Nothing travels between ranks if no other rank has a shard.
         """
-        room = self._opened(self.gather_format(fmt))
+        room, ranks = self._opened(self.gather_format(fmt)), self.mesh.shards
+        near = self.source.resting
         begun: list[Pending] = []
-        with self._stores.carrier.beside() if self.source.resting is None else _HERE as work:
-            for whole, mine in self._filled(room, communicator):
-                begun.append(communicator.all_gather(self.unit, whole, mine, self.mesh.shards))
-        return begun if work is None else [*begun, work]
+        if near is not None:
+            for whole, mine in self._put(room, near):
+                begun.append(communicator.all_gather(self.unit, whole, mine, ranks))
+            return begun
+        with self._stores.carrier.beside() as work:
+            for whole, mine in self._put_from_away(room, communicator):
+                begun.append(communicator.all_gather(self.unit, whole, mine, ranks))
+        return [*begun, work]
 
     def finish_gather(self, fmt: GatherFormat) -> None:
         """Unpack values that travelled as codes, after the gather has been waited for."""
-        fmt = self.gather_format(fmt)
-        if fmt in self._travelling:
+        if self._travelling and (fmt := self.gather_format(fmt)) in self._travelling:
             self._travelling[fmt].unpack(self._accelerator.kernels, self._materialized(fmt).data)
             del self._travelling[fmt]
 
@@ -312,24 +317,23 @@ class FlatGroup:
 
     def _materialized(self, fmt: GatherFormat) -> FlatBuffer:
         def materialized() -> FlatBuffer:
-            buffer = self.buffer(fmt)
+            buffer = self._buffer(fmt)
             buffer.materialize()
             return buffer
 
-        return allocate(self._stores, "to gather", self.unit, self.nbytes(fmt), materialized)
+        nbytes = self.layout.numel * (fmt.dtype or self.dtype).itemsize
+        return allocate(self._stores, "to gather", self.unit, nbytes, materialized)
 
-    def _filled(self, room: FlatBuffer | Quantised, communicator: Communicator) -> Sequence[Sent]:
-        """Put this rank's values in `room`; return what to gather."""
-        near = self.source.resting
-        if near is not None:
-            return self._put(room, near)
-        postponing = communicator.postponing_disk_errors() if communicator.in_pass else _HERE
+    def _put_from_away(self, room: FlatBuffer | Quantised, communicator: Communicator) -> Sequence[Sent]:
+        """Do as `_put` with a shard that is on the host or on disk."""
+        postponing = communicator.postponing_disk_errors() if communicator.in_pass else nullcontext()
         away = self.source.in_memory() if room is self.home else self.source.on_device()
         with postponing, away as shard:
             return self._put(room, shard)
         return self._sent(room)  # with whatever values there are: the disk has failed
 
     def _put(self, room: FlatBuffer | Quantised, shard: Tensor) -> Sequence[Sent]:
+        """Put this rank's values in `room`; return what to gather."""
         if isinstance(room, Quantised):
             room.put(self._accelerator.kernels, self.window, shard)
         elif room is not self.home:
