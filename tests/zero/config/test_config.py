@@ -18,7 +18,7 @@ import zero
 from accelz.conformance.cluster import Clusters, Context
 from tests.zero.helpers.models import LanguageModel
 from tests.zero.helpers.training import adamw
-from zero.setup.checks import check_model
+from zero.drafts.checks import check_model
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ from tests.zero.helpers.models import fresh, language_loss
 from tests.zero.helpers.optimizers import sgd
 from tests.zero.helpers.training import Run, errors_of, same_bits, train_reference, train_zero
 from zero.communication.job import mesh_of
+from zero.drafts.unit_drafts import UnitDraft, draft_units
 from zero.setup import build_units, initialization
-from zero.setup.drafts import UnitDraft, draft_units
 
 RANKS, FEW, STEPS = 4, 2, 4
 SPREAD_LESS = "blocks.1"

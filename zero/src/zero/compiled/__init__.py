@@ -2,7 +2,7 @@
 
 Modules, lowest first:
 
-units_by_use, facts     units for graphs; what passes know of the engine, without tensors
+facts                   what passes know of the engine, without tensors
 activations, pending_backwards, runtime
                         what the operations in graphs do to the engine
 ops                     these operations: the list of them is here

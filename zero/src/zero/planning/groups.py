@@ -12,8 +12,8 @@ from torch import nn
 
 from zero.communication.quantised import Quantised
 from zero.config.training import Config
+from zero.drafts.unit_drafts import GroupDraft, UnitDraft
 from zero.gradients.group_gradients import GradientPolicy
-from zero.setup.drafts import GroupDraft, UnitDraft
 from zero.sharding.gather_format import EXACT, GatherFormat
 from zero.sharding.units import PERSISTENT, ROOT
 from zero.tiers.placement import Placement

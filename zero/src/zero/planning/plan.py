@@ -11,6 +11,9 @@ from torch.optim import Optimizer
 
 from zero.communication.job import ranks_of_replica
 from zero.config.training import Config, dtype_named
+from zero.drafts.checks import check_model
+from zero.drafts.preparation import prepare, settings
+from zero.drafts.unit_drafts import draft_units
 from zero.errors import ConfigError, UsageError
 from zero.gradients.group_gradients import GradientPolicy
 from zero.optimizer.state_size import moments_of
@@ -18,9 +21,6 @@ from zero.planning.groups import PlannedUnit, UnitPlanner
 from zero.planning.memory import MemoryPlan, plan_memory
 from zero.planning.text import describe
 from zero.planning.traffic import TrafficPlan, plan_traffic
-from zero.setup.checks import check_model
-from zero.setup.drafts import draft_units
-from zero.setup.preparation import prepare, settings
 from zero.sharding.exact import computes_in
 from zero.tiers.placement import Placer
 from zero.tiers.tier import ON_HOST

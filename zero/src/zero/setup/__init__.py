@@ -1,17 +1,9 @@
-"""Build an engine from a model: everything is checked and drafted before anything is changed.
+"""Build an engine from a model, once everything is checked and drafted.
 
 Modules, lowest first:
 
-offload_fit             what the tiers refuse
-spans                   what lies where in memory
-reached                 what a model reaches
-holders                 what else holds an object
-aliases                 what shares a parameter's memory, and would not be trained with it
-preparation             model, optimizer and settings examined together
-checks                  everything else that is refused
-drafts                  units before they are built
 initial_values          what the ranks came with, compared
-build_units             units
+build_units             units from their drafts
 build                   all other parts, and the engine
 initialization          `zero.initialize`
 """

@@ -9,7 +9,7 @@ from zero.communication.communicator import Communicator
 from zero.communication.job import Mesh
 from zero.config.training import Config
 from zero.deferred import deferred_init
-from zero.setup.drafts import UnitDraft
+from zero.drafts.unit_drafts import UnitDraft
 from zero.setup.initial_values import InitialValues
 from zero.sharding.flat_group import FlatGroup
 from zero.sharding.guard import NAME_ATTRIBUTE, REASON_ATTRIBUTE

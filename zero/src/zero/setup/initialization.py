@@ -13,13 +13,8 @@ import accelz
 from zero.communication.communicator import Communicator
 from zero.communication.job import join, mesh_of
 from zero.config.training import Config, dtype_named
-from zero.engine import Engine
-from zero.optimizer.state_size import moments_of
-from zero.pretrained import keep_promises
-from zero.setup.aliases import check_aliases
-from zero.setup.build import build_engine
-from zero.setup.build_units import build_units
-from zero.setup.checks import (
+from zero.drafts.aliases import check_aliases
+from zero.drafts.checks import (
     check_dtypes,
     check_equal,
     check_flat_buffers,
@@ -27,10 +22,15 @@ from zero.setup.checks import (
     check_movable,
     check_process_group,
 )
-from zero.setup.drafts import draft_units, reserve_disk
+from zero.drafts.offload_fit import warn_of_nothing_to_move
+from zero.drafts.preparation import prepare, settings
+from zero.drafts.unit_drafts import draft_units, reserve_disk
+from zero.engine import Engine
+from zero.optimizer.state_size import moments_of
+from zero.pretrained import keep_promises
+from zero.setup.build import build_engine
+from zero.setup.build_units import build_units
 from zero.setup.initial_values import InitialValues
-from zero.setup.offload_fit import warn_of_nothing_to_move
-from zero.setup.preparation import prepare, settings
 from zero.sharding.exact import computes_in
 from zero.sharding.guard import ANEW, abandon
 from zero.tiers.placement import Placer

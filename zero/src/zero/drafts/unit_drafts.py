@@ -13,10 +13,10 @@ from torch import nn
 from zero.communication.communicator import Communicator
 from zero.communication.quantised import block_of
 from zero.config.training import Config, dtype_named
+from zero.drafts.preparation import Prepared
 from zero.gradients.group_gradients import GradientPolicy
 from zero.optimizer.routes import share_out
 from zero.optimizer.stepping import GroupStepping, Stepping, of_unknown
-from zero.setup.preparation import Prepared
 from zero.sharding import layout
 from zero.sharding.gather_format import GatherOptions
 from zero.sharding.layout import ParameterSpec

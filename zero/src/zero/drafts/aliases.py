@@ -24,10 +24,10 @@ from torch import Tensor, nn
 
 from accelz import HOST
 from zero.deferred import deferred_init
+from zero.drafts.holders import Holders
+from zero.drafts.reached import reached
+from zero.drafts.spans import Spans, span_of
 from zero.errors import ModelError, some
-from zero.setup.holders import Holders
-from zero.setup.reached import reached
-from zero.setup.spans import Spans, span_of
 from zero.tiers.apart import apart
 from zero.warning import warn
 

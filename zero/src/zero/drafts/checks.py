@@ -18,11 +18,11 @@ from accelz import Accelerator, AccelzError
 from zero.communication.communicator import Communicator
 from zero.config.training import DTYPES, Config, dtype_named
 from zero.deferred import deferred_init
+from zero.drafts.preparation import Prepared
+from zero.drafts.spans import span_of
 from zero.errors import ConfigError, ModelError
 from zero.optimizer.joint import kinds_of_groups
 from zero.optimizer.stepping import of_param_groups
-from zero.setup.preparation import Prepared
-from zero.setup.spans import span_of
 from zero.sharding.guard import LOST, NAME_ATTRIBUTE, ShardedParameter, is_lost
 
 

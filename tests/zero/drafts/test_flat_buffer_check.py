@@ -10,7 +10,7 @@ import torch
 
 import zero
 from accelz import Capabilities, FlatBuffer, StorageSwap
-from zero.setup.checks import check_flat_buffers
+from zero.drafts.checks import check_flat_buffers
 
 HOST = torch.device("cpu")
 

@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from torch import nn
 from torch.optim import Optimizer
 
-from zero.compiled.units_by_use import split_by_use
 from zero.config.training import Config
+from zero.drafts.offload_fit import check_offload
 from zero.errors import ConfigError
 from zero.optimizer.checks import check_optimizer
 from zero.optimizer.joint import joint
 from zero.optimizer.stepping import Stepping, steppings
-from zero.setup.offload_fit import check_offload
 from zero.sharding.autocast import cast_before_use
 from zero.sharding.exact import exact_parameters
 from zero.sharding.units import UnitPlan, find_units
+from zero.sharding.units_by_use import split_by_use
 
 
 @dataclass(frozen=True)

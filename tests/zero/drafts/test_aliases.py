@@ -17,8 +17,8 @@ from torch import Tensor, nn
 import zero
 from accelz.conformance.cluster import Clusters, Context
 from tests.zero.helpers.training import adamw
-from zero.setup import aliases
-from zero.setup.aliases import check_aliases
+from zero.drafts import aliases
+from zero.drafts.aliases import check_aliases
 
 WIDTH = 4
 

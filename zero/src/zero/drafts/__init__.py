@@ -1,0 +1,13 @@
+"""A model, its optimizer and the settings, checked and drafted before anything is changed.
+
+Modules, lowest first:
+
+offload_fit             what the tiers refuse
+spans                   what lies where in memory
+reached                 what a model reaches
+holders                 what else holds an object
+aliases                 what shares a parameter's memory, and would not be trained with it
+preparation             model, optimizer and settings examined together
+checks                  everything else that is refused
+unit_drafts             units before they are built
+"""
