@@ -20,49 +20,24 @@ from zero.config.training import Config
 from zero.errors import ConfigError
 
 T = TypeVar("T", bool, int, float, str)
-TUNING = (
-    "aio.block_size",
-    "aio.intra_op_parallelism",
-    "aio.overlap_events",
-    "aio.queue_depth",
-    "aio.single_submit",
-    "aio.thread_count",
-    "aio.use_gds",
-    "dump_state",
-    "log_level",
-    "memory_breakdown",
-    "steps_per_print",
-    "wall_clock_breakdown",
-    "zero_allow_untested_optimizer",
-    "zero_force_ds_cpu_optimizer",
-    "bf16.immediate_grad_update",
-    "zero_optimization.allgather_bucket_size",
-    "zero_optimization.allgather_partitions",
-    "zero_optimization.contiguous_gradients",
-    "zero_optimization.ignore_unused_parameters",
-    "zero_optimization.load_from_fp32_weights",
-    "zero_optimization.memory_efficient_linear",
-    "zero_optimization.mics_hierarchical_params_gather",
-    "zero_optimization.offload_optimizer.buffer_count",
-    "zero_optimization.offload_optimizer.fast_init",
-    "zero_optimization.offload_optimizer.pin_memory",
-    "zero_optimization.offload_optimizer.pipeline_read",
-    "zero_optimization.offload_optimizer.pipeline_write",
-    "zero_optimization.offload_param.buffer_count",
-    "zero_optimization.offload_param.buffer_size",
-    "zero_optimization.offload_param.max_in_cpu",
-    "zero_optimization.offload_param.pin_memory",
-    "zero_optimization.overlap_comm",
-    "zero_optimization.reduce_bucket_size",
-    "zero_optimization.reduce_scatter",
-    "zero_optimization.round_robin_gradients",
-    "zero_optimization.stage3_gather_16bit_weights_on_model_save",
-    "zero_optimization.stage3_max_live_parameters",
-    "zero_optimization.stage3_max_reuse_distance",
-    "zero_optimization.stage3_prefetch_bucket_size",
-    "zero_optimization.sub_group_size",
-    "zero_optimization.use_multi_rank_bucket_allreduce",
-)
+_TUNING = {  # by section
+    "aio": "block_size intra_op_parallelism overlap_events queue_depth single_submit thread_count use_gds",
+    "": (
+        "dump_state log_level memory_breakdown steps_per_print wall_clock_breakdown "
+        "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer"
+    ),
+    "bf16": "immediate_grad_update",
+    "zero_optimization": (
+        "allgather_bucket_size allgather_partitions contiguous_gradients ignore_unused_parameters "
+        "load_from_fp32_weights memory_efficient_linear mics_hierarchical_params_gather overlap_comm "
+        "reduce_bucket_size reduce_scatter round_robin_gradients "
+        "stage3_gather_16bit_weights_on_model_save stage3_max_live_parameters stage3_max_reuse_distance "
+        "stage3_prefetch_bucket_size sub_group_size use_multi_rank_bucket_allreduce"
+    ),
+    "zero_optimization.offload_optimizer": "buffer_count fast_init pin_memory pipeline_read pipeline_write",
+    "zero_optimization.offload_param": "buffer_count buffer_size max_in_cpu pin_memory",
+}
+TUNING = [f"{section}.{name}".lstrip(".") for section, names in _TUNING.items() for name in names.split()]
 NEUTRAL = {
     "data_types.grad_accum_dtype": "fp32",  # sums of micro-batches always are
     "fp16.hysteresis": 2,  # DeepSpeed's default, which files spell out: what the engine does is in the guide

@@ -35,12 +35,12 @@ class Budgets(Validated):
 class Offload(Validated):
     """State that does not stay on the device. Values and results are those of training without offload.
 
-    optimizer: tier of the fp32 masters and moments. "disk" supports Adam, AdamW, SGD and Lion, stepped by the
-        host's kernels.
+    optimizer: tier of the fp32 masters and moments. "disk" supports optimizers that kernels step, such as
+        AdamW; these are the host's.
     step: whose kernels step the state that is on the host. "host": the host's, in place. "device": the
         device's; the state is then in page-locked memory and on the device only for its step, with bitwise
-        the results of training that always has it there. Supports Adam, AdamW, SGD and Lion. fp32 shards on
-        the device are their own masters.
+        the results of training that always has it there. Supports optimizers that kernels step. fp32 shards
+        on the device are their own masters.
     params: tier of the parameters' shards (stage 3).
     gradients: tier of the reduced slices, from backward to the step. None: on the host if the host steps
         their optimizer state. "disk" is for when not even the gradients fit in host memory.

@@ -1,4 +1,4 @@
-"""One sub-group's part of an optimizer step: kernel calls, which are first planned and then made."""
+"""One sub-group's part of an optimizer step, by kernel calls."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from accelz import Kernels
-from zero.optimizer.kernel_rules import Rule, take_step
+from zero.optimizer.kernel_rules import take_step
 from zero.optimizer.stepped import SteppedSubGroup
 from zero.tiers.record import Opened
 
@@ -35,74 +35,48 @@ class Factors:
         return Factors(*(None if f is None else f.to(device) for f in (self.scale, self.skip)))
 
 
-@dataclass(frozen=True)
-class Call:
-    """One kernel call. first: its first piece, whose step count is that of all its pieces. window: its part
-    of the sub-group."""
+def step_sub_group(
+    stepped: SteppedSubGroup,
+    used: set[int],
+    param_groups: Sequence[dict[str, Any]],
+    kernels: Kernels,
+    state: Opened,
+    gradient: Tensor,
+    factors: Factors,
+    narrow: Tensor | None,
+) -> list[slice]:
+    """Step a sub-group's `state` where the parameters `used` have gradients, by one kernel call for each
+    stretch that has the same hyper-parameters and step count; return these stretches, in ascending order.
 
-    first: int
-    window: slice
-    options: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class GroupStep:
-    """A planned step. Equal steps turn the same values into the same results. missed: pieces without a
-    gradient."""
-
-    rule: Rule
-    calls: tuple[Call, ...]
-    missed: tuple[int, ...]
-
-    @property
-    def written(self) -> list[slice]:
-        """The elements that the calls step, in ascending order."""
-        return [call.window for call in self.calls]
-
-    def run(
-        self,
-        kernels: Kernels,
-        state: Opened,
-        steps: Tensor,
-        gradient: Tensor,
-        factors: Factors,
-        narrow: Tensor | None,
-    ) -> None:
-        """Step `state`, and count that in `steps`, (pieces,). gradient: (numel,). narrow: 16-bit, of the same
-        shape; receives the weights. All are on one device."""
-        if self.rule.counts:
-            self._count(steps, factors.skip)
-        for call in self.calls:
-            window = call.window
-            named = zip(self.rule.moments, state.moments, strict=True)
-            moments: dict[str, Any] = {name: moment[window] for name, moment in named}
-            update = self.rule.update(
-                master=state.master[window],
-                grad=gradient[window],
-                grad_scale=factors.scale,
-                skip=factors.skip,
-                weights=None if narrow is None else narrow[window],
-                step=steps[call.first] if self.rule.counts else None,
-                **moments,
-                **call.options,
-            )
-            take_step(kernels, update)
-
-    def _count(self, steps: Tensor, skip: Tensor | None) -> None:
-        increment = 1 if skip is None else 1 - skip
-        steps.add_(increment)
-        for piece in self.missed:  # a mask from the host would wait for the device
-            steps[piece].sub_(increment)
+    gradient: (numel,). narrow: 16-bit, of the same shape; receives the weights. All are on one device.
+    """
+    rule, steps, missed = stepped.rule, stepped.counted.steps, stepped.missing(used)
+    assert rule is not None
+    calls = [
+        (first, window, rule.options(param_groups[stepped.pieces[first].param_group]))
+        for first, window in stepped.runs(missed)
+    ]
+    if rule.counts:
+        _count(steps, missed, factors.skip)
+    for first, window, options in calls:
+        moments = {n: m[window] for n, m in zip(rule.moments, state.moments, strict=True)}
+        update = rule.update(
+            master=state.master[window],
+            grad=gradient[window],
+            grad_scale=factors.scale,
+            skip=factors.skip,
+            weights=None if narrow is None else narrow[window],
+            step=steps[first] if rule.counts else None,
+            **{**moments, **options},
+        )
+        take_step(kernels, update)
+    stepped.remember(missed)
+    return [window for _, window, _ in calls]
 
 
-def plan_step(
-    rule: Rule, param_groups: Sequence[dict[str, Any]], stepped: SteppedSubGroup, used: set[int]
-) -> GroupStep:
-    """The step of a sub-group in which the parameters `used` have gradients, with the present
-    hyper-parameters."""
-    missed = stepped.missing(used)
-    calls = []
-    for first, window in stepped.runs(missed):
-        options = rule.options(param_groups[stepped.pieces[first].param_group])
-        calls.append(Call(first, window, options))
-    return GroupStep(rule, tuple(calls), missed)
+def _count(steps: Tensor, missed: Sequence[int], skip: Tensor | None) -> None:
+    """Count a step in `steps`, (pieces,), but for the pieces that had no gradient."""
+    increment = 1 if skip is None else 1 - skip
+    steps.add_(increment)
+    for piece in missed:  # a mask from the host would wait for the device
+        steps[piece].sub_(increment)

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from zero.optimizer.joint import members
 from zero.optimizer.kernel_rules import Rule
-from zero.optimizer.piece_state import kept_tensors, moved
+from zero.optimizer.piece_state import moved, tensors_beside
 from zero.optimizer.pieces import shaped, show, sliced
 from zero.optimizer.stepped import ReducedGradients, SteppedPiece, SteppedSubGroup
 from zero.sharding.flat_group import FlatGroup
@@ -115,7 +115,7 @@ class InstalledPieces:
         """What the optimizer itself keeps beside the pieces of these sub-groups."""
         for stepped in subs:
             for piece in stepped.pieces if stepped.rule is None else ():
-                yield from kept_tensors(self._optimizer.state.get(piece.parameter, {}), piece.parameter)
+                yield from tensors_beside(self._optimizer.state.get(piece.parameter, {}), piece.parameter)
 
 
 def _views(stepped: SteppedSubGroup, index: int, rule: Rule) -> dict[str, Any]:

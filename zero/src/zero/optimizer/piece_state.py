@@ -32,7 +32,7 @@ def in_memory_order(value: Values, parameter: nn.Parameter) -> Values:
     return value.as_strided((value.numel(),), (1,), value.storage_offset())
 
 
-def kept_tensors(state: dict[str, Any], parameter: nn.Parameter) -> list[Tensor]:
+def tensors_beside(state: dict[str, Any], parameter: nn.Parameter) -> list[Tensor]:
     """The tensors of a state that are kept beside a parameter, including those in lists and dicts."""
     leaves = ((key, leaf) for key, value in state.items() for leaf in tree_leaves(value))
     return [leaf for key, leaf in leaves if isinstance(leaf, Tensor) and _is_beside(key, leaf, parameter)]

@@ -2,8 +2,8 @@
 
 The optimizer object stays: schedulers, hooks and hyper-parameters keep working on its param_groups. Its
 parameters become *pieces*: views of the fp32 masters, one for each model parameter that a sub-group of this
-rank has a part of (in the parameter's shape if that part is the whole). Adam, AdamW, SGD and Lion run as one
-kernel call per flat sub-group, straight from the 16-bit gradient; their per-piece state consists of views of
+rank has a part of (in the parameter's shape if that part is the whole). Optimizers that kernels serve run as
+one call per flat sub-group, straight from the 16-bit gradient; their per-piece state consists of views of
 the flat state, so `optimizer.state` looks as it does in torch. Every other optimizer steps its pieces itself:
 slices or, if it looks at more than single elements, whole parameters, each on one rank.
 """
@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from accelz import HOST
 from zero.communication.communicator import Communicator
 from zero.errors import OptimizerError, UsageError
-from zero.optimizer.group_step import Factors, GroupStep, plan_step
+from zero.optimizer.group_step import Factors, step_sub_group
 from zero.optimizer.installed import InstalledPieces
 from zero.optimizer.joint import JointOptimizer, members, name_of
 from zero.optimizer.kernel_rules import Rule, is_wrapped, rule_for
@@ -139,12 +139,9 @@ class ShardedOptimizer:
         away = factors.to(HOST) if any(map(self._is_stepped_by_host, self.subs)) else factors
         with closing(self._in_turn([stepped for stepped, _ in present])) as turns:
             for (stepped, have), state in zip(present, turns, strict=True):
-                assert stepped.rule is not None
-                step = plan_step(stepped.rule, self.optimizer.param_groups, stepped, have.used)
                 here = factors if state.master.device == self._accelerator.device else away
                 with self._room("for the step of", stepped), ranged("update", stepped.group.unit):
-                    self._step_sub_group(stepped, have, state, step, here)
-                stepped.remember(step.missed)
+                    self._step_sub_group(stepped, have, state, here)
                 self._tracer.mark("step", stepped.group.unit)
 
     def _in_turn(self, subs: Sequence[SteppedSubGroup]) -> Generator[Opened, None, None]:
@@ -248,20 +245,15 @@ class ShardedOptimizer:
         self.installed.show_state(stepped, rule)
 
     def _step_sub_group(
-        self,
-        stepped: SteppedSubGroup,
-        have: ReducedGradients,
-        state: Opened,
-        step: GroupStep,
-        factors: Factors,
+        self, stepped: SteppedSubGroup, have: ReducedGradients, state: Opened, factors: Factors
     ) -> None:
         sub, device = stepped.sub, state.master.device
         gradient = sub.of(have.slice.get()).to(device)
         shard = state.master if sub.shard_serves else sub.shard
         writer = WeightWriter(self._stores, shard, state.master)
-        kernels = self._stores.kernels(device)
-        step.run(kernels, state, stepped.counted.steps, gradient, factors, writer.narrow)
-        writer.deliver(step.written, factors.skip)
+        groups, kernels = self.optimizer.param_groups, self._stores.kernels(device)
+        written = step_sub_group(stepped, have.used, groups, kernels, state, gradient, factors, writer.narrow)
+        writer.deliver(written, factors.skip)
 
 
 def _between_hooks(optimizers: Sequence[Optimizer], step: Callable[[], None]) -> None:

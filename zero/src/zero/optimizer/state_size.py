@@ -19,7 +19,7 @@ from accelz import HOST
 from zero.errors import OptimizerError
 from zero.optimizer.joint import members, name_of
 from zero.optimizer.kernel_rules import rule_for
-from zero.optimizer.piece_state import is_elementwise, kept_tensors
+from zero.optimizer.piece_state import is_elementwise, tensors_beside
 from zero.tiers.values import at_least_fp32
 
 SIDES = {  # of a stand-in, by its dimensions; larger than most sizes that state has of its own
@@ -116,9 +116,9 @@ def _values_per_element(
 ) -> float:
     """Values that the state has per element of the parameter. first: the parameter's state before any step;
     of that, what is not element-wise keeps its size."""
-    fixed = {value.shape for value in kept_tensors(first, parameter)} - {parameter.shape}
+    fixed = {value.shape for value in tensors_beside(first, parameter)} - {parameter.shape}
     nbytes = 0
-    for value in kept_tensors(state, small):
+    for value in tensors_beside(state, small):
         if value.shape == small.shape:
             numel = parameter.numel()
         else:

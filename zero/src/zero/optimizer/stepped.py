@@ -104,15 +104,12 @@ class SteppedSubGroup:
     def name_of(self, piece: SteppedPiece) -> str:
         return self.group.names[piece.piece.index]
 
-    def originals(self) -> list[Tensor]:
-        """What a step reads besides the gradient: a record in memory, and the optimizer's views of it."""
-        state = self.sub.record.opened()
-        views = [piece.parameter for piece in self.pieces]
-        return [state.master, *state.moments, self.counted.steps, *views]
-
     def versions(self) -> list[int]:
-        """The number of in-place changes of each of the `originals`."""
-        return [values._version for values in self.originals()]
+        """The number of in-place changes of what a step reads besides the gradient: of a record in memory,
+        and of the optimizer's views of it."""
+        state = self.record.opened()
+        views = [piece.parameter for piece in self.pieces]
+        return [v._version for v in (state.master, *state.moments, self.counted.steps, *views)]
 
     def piece_versions(self) -> list[int]:
         """How often each piece was written to directly, as optimizers and programs do; kernels do not."""
