@@ -66,7 +66,7 @@ class GradientStandIn(Tensor):
             dtype=parameter.dtype,
             device=parameter.untyped_storage().device,
         )
-        made.__dict__["_refs"] = weakref.ref(parameter), weakref.ref(held) if held else _nobody
+        made.__dict__["_held"] = weakref.ref(held) if held else _nobody
         return made
 
     @classmethod
@@ -99,10 +99,10 @@ class GradientStandIn(Tensor):
     @property
     def of(self) -> tuple[nn.Parameter, HeldGradient]:
         """The parameter that it is the gradient of, and what stands behind it."""
-        parameter, held = (each() for each in self.__dict__["_refs"])
-        if held is None or parameter is None:
+        place, held = self.__dict__["_place"](), self.__dict__["_held"]()
+        if held is None or place is None:
             raise UsageError("this gradient's engine no longer exists: read gradients before it is freed")
-        return parameter, held
+        return place.parameter, held
 
     @staticmethod
     def otherwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -138,12 +138,21 @@ class ShardedGradient(GradientStandIn):
             return _answer_whole(func, args, kwargs)
 
 
+class _Place:
+    """Where a stand-in is: it must not hold the parameter, nor be a weak reference to it, which torch refuses
+    where a parameter gets other memory (`torch.utils.swap_tensors`)."""
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self.parameter = parameter
+
+
 class StandIns:
     """Puts stand-ins in place of gradients, and takes them away. make: makes one for a parameter."""
 
     def __init__(self, make: Callable[[nn.Parameter], Tensor]) -> None:
         self._make = make
         self._made: dict[nn.Parameter, Tensor] = {}
+        self._places: dict[nn.Parameter, _Place] = {}
         self._shown: list[nn.Parameter] = []
 
     def show(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -173,6 +182,8 @@ class StandIns:
         made = self._made.get(parameter)
         if made is None or made.dtype is not parameter.dtype or made.device != parameter.device:
             made = self._made[parameter] = self._make(parameter)
+            place = self._places.setdefault(parameter, _Place(parameter))
+            made.__dict__["_place"] = weakref.ref(place)
         return made
 
 
