@@ -44,9 +44,6 @@ class RecordStreamer:
         chunk = stores.accelerator.kernels.chunk
         self.scratch = max((scratch_bytes(mine.sub.numel, chunk) for mine in streamed_subs), default=0)
 
-    def __contains__(self, sub: SubGroup) -> bool:
-        return sub in self._streamed
-
     def in_turn(self, subs: Sequence[SteppedSubGroup]) -> Generator[Opened, None, None]:
         """The record of each sub-group on the device, to be stepped. A record that was not prefetched goes
         back when the next one is asked for, and is back when the iterator is exhausted."""
@@ -91,7 +88,7 @@ class RecordStreamer:
 
     def return_to_host(self, sub: SubGroup) -> None:
         """Have the sub-group's record on the host again, if it is one that is streamed to the device."""
-        if sub in self:
+        if sub.streamed:
             self._return_to_host(self._streamed[sub])
 
     def return_all_to_host(self) -> None:
@@ -107,10 +104,8 @@ class RecordStreamer:
     def dropped(self) -> None:
         """There will be no step with the gradients so far."""
         for streamed in self._streamed.values():
-            if (
-                streamed.residence in (Residence.PREFETCHING, Residence.ON_DEVICE)
-                and not streamed.kept_on_device
-            ):
+            here = streamed.residence in (Residence.PREFETCHING, Residence.ON_DEVICE)
+            if here and not streamed.kept_on_device:
                 streamed.discard_device_copy()
 
     def relieve(self, nbytes: int) -> int:
@@ -118,18 +113,15 @@ class RecordStreamer:
         freed."""
         freed = 0
         for streamed in self._streamed.values():
-            waits = streamed.kept_on_device or streamed.residence in (
-                Residence.PREFETCHING,
-                Residence.EVICTING,
-            )
-            if freed < nbytes and waits:
+            travels = streamed.residence in (Residence.PREFETCHING, Residence.EVICTING)
+            if freed < nbytes and (travels or streamed.kept_on_device):
                 freed += streamed.nbytes
                 self._return_to_host(streamed)
         return freed
 
     def _of(self, unit: ShardedUnit) -> Iterator[StreamedRecord]:
         subs = (sub for group in unit.groups for sub in group.subs)
-        return (self._streamed[sub] for sub in subs if sub in self._streamed)
+        return (self._streamed[sub] for sub in subs if sub.streamed)
 
     def _enter(self, streamed: StreamedRecord) -> None:
         """A record's turn to be stepped has come: if it is not on the device, it comes now and goes after

@@ -147,20 +147,19 @@ class ShardedOptimizer:
     def _in_turn(self, subs: Sequence[SteppedSubGroup]) -> Generator[Opened, None, None]:
         """Each sub-group's record in memory, in turn: read from disk through the pipeline, streamed from the
         host to the device, or where it is."""
-        stored = self._stores.pipeline.through([o.sub.record for o in subs if o.sub.record.tier.stored])
-        streaming = self.record_streamer.in_turn([o for o in subs if o.sub in self.record_streamer])
+        stored = self._stores.pipeline.through([o.record for o in subs if o.record.tier.stored])
+        streaming = self.record_streamer.in_turn([o for o in subs if o.sub.streamed])
         with closing(stored) as read, closing(streaming) as streamed:
             for stepped in subs:
-                record = stepped.record
-                if stepped.sub in self.record_streamer:
+                if stepped.sub.streamed:
                     yield next(streamed)
                 else:
-                    yield next(read) if record.tier.stored else record.opened()
+                    yield next(read) if stepped.record.tier.stored else stepped.record.opened()
             for _ in itertools.chain(read, streamed):  # asking once more ends the last turn
                 raise AssertionError("a record that no sub-group has")
 
     def _is_stepped_by_host(self, stepped: SteppedSubGroup) -> bool:
-        away = not stepped.record.tier.near and stepped.sub not in self.record_streamer
+        away = not (stepped.record.tier.near or stepped.sub.streamed)
         return away and stepped.rule is not None
 
     def _room(self, purpose: str, stepped: SteppedSubGroup) -> AbstractContextManager[None]:
@@ -239,8 +238,8 @@ class ShardedOptimizer:
     def _make_state(self, stepped: SteppedSubGroup, rule: Rule) -> None:
         record = stepped.record
         record.tier.add_moments(self._stores, record, len(rule.moments))
-        streamed = stepped.sub in self.record_streamer
-        device = self._accelerator.device if streamed else record.tier.memory(self._accelerator)
+        streamed, accelerator = stepped.sub.streamed, self._accelerator
+        device = accelerator.device if streamed else record.tier.memory(accelerator)
         stepped.count = StepCount(torch.zeros(len(stepped.pieces), dtype=torch.float32, device=device))
         self.installed.show_state(stepped, rule)
 

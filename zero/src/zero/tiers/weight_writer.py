@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
 
-from accelz import HOST, Kernels
+from accelz import HOST
 from zero.tiers.stores import Stores
 from zero.tiers.values import Values, put
 
@@ -22,53 +23,47 @@ class WeightWriter:
         self._stores = stores
         self._shard = shard
         self._master = master
-        self._staging: Tensor | None = None
-        if shard is not master and not self._is_near(shard):
-            self._staging = self._make_staging(shard)
-        target = shard if self._staging is None else self._staging
-        narrow = target is not master and target.dtype.itemsize < master.dtype.itemsize
-        self.narrow = target if narrow and isinstance(target, Tensor) else None
+        self._target = shard if self._is_near(shard) else self._make_staging(shard)
+        narrow = self._target.dtype.itemsize < master.dtype.itemsize
+        self.narrow = self._target if narrow else None
 
     def deliver(self, stepped: Iterable[slice], skip: Tensor | None = None) -> None:
         """Send the weights to the shard.
 
         stepped: the stretches that the kernel has written to `narrow`, unless `skip` is 1.
         """
-        if self._staging is not None:
+        if self._target is not self._shard:
             written = self.narrow is not None and (skip is None or not bool(skip))
-            kernels = self._stores.kernels(self._staging.device)
-            complete(kernels, self._staging, self._master, stepped if written else ())
-            self._send(self._staging)
-        elif self.narrow is None and isinstance(self._shard, Tensor) and self._shard is not self._master:
-            self._shard.copy_(self._master)
+            self._fill(stepped if written else ())
+        elif self.narrow is None:
+            self._fill(())
 
     def deliver_master(self) -> None:
         """Send the master's values to the shard, after an optimizer that writes only the master."""
-        if self.narrow is None or self._staging is not None:
-            self.deliver(())
-        else:
-            complete(self._stores.kernels(self.narrow.device), self.narrow, self._master, ())
+        self._fill(())
 
-    def _is_near(self, shard: Values) -> bool:
+    def _fill(self, written: Iterable[slice]) -> None:
+        """Fill the target from the master, except in the stretches already `written`, and send it."""
+        target, master = self._target, self._master
+        kernels = self._stores.kernels(target.device)
+        for gap in _between(written, target.numel()) if target is not master else ():
+            kernels.scale_cast(target[gap], master[gap])
+        if self._is_away(self._shard):
+            self._stores.carrier.to_device(target, self._shard)
+        elif target is not self._shard:
+            put(self._shard, slice(0, target.numel()), target)
+
+    def _is_near(self, shard: Values) -> TypeGuard[Tensor]:
         return isinstance(shard, Tensor) and shard.device == self._master.device
 
+    def _is_away(self, shard: Values) -> TypeGuard[Tensor]:
+        """Whether the shard is on the device, and the master is not."""
+        return isinstance(shard, Tensor) and shard.device not in (HOST, self._master.device)
+
     def _make_staging(self, shard: Values) -> Tensor:
-        numel, dtype = shard.numel(), shard.dtype
-        if isinstance(shard, Tensor) and shard.device != HOST:
-            return self._stores.carrier.slot(numel, dtype)
-        return torch.empty(numel, dtype=dtype, device=self._master.device)
-
-    def _send(self, staging: Tensor) -> None:
-        if isinstance(self._shard, Tensor) and self._shard.device != HOST:
-            self._stores.carrier.to_device(staging, self._shard)
-        else:
-            put(self._shard, slice(0, staging.numel()), staging)
-
-
-def complete(kernels: Kernels, weights: Tensor, master: Tensor, written: Iterable[slice]) -> None:
-    """Fill `weights` from `master`, except in the stretches already `written` (ascending)."""
-    for gap in _between(written, weights.numel()):
-        kernels.scale_cast(weights[gap], master[gap])
+        if self._is_away(shard):
+            return self._stores.carrier.slot(shard.numel(), shard.dtype)
+        return torch.empty(shard.numel(), dtype=shard.dtype, device=self._master.device)
 
 
 def _between(windows: Iterable[slice], numel: int) -> Iterator[slice]:
