@@ -76,7 +76,7 @@ class Case:
         self._model = nn.Sequential(self.inner)
         self._rows = itertools.count(1)
         self._trying = oom_retry.OomRetry(context.accelerator, lambda: 1, lambda: 1)
-        self._trying.watch([self._model, self.inner])
+        self._trying.wrap([self._model, self.inner])
 
     def forward(self) -> None:
         self._model(torch.ones(next(self._rows), 1024, device=self._device))

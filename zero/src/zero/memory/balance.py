@@ -42,7 +42,7 @@ class AutoPlacementPolicy(StaticPlacementPolicy):
     """Moves records between host and device, between steps and when a step runs out of memory, and repeats
     what has found no room once they have made some.
 
-    watched: modules whose operations are repeated one by one, by `oom_retry`.
+    repeated: modules whose operations are repeated one by one, by `oom_retry`.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class AutoPlacementPolicy(StaticPlacementPolicy):
         tracer: MemoryTracer,
         optimizer: ShardedOptimizer,
         reducer: GradientReducer,
-        watched: Iterable[nn.Module],
+        repeated: Iterable[nn.Module],
     ) -> None:
         super().__init__(stores)
         self._units = units
@@ -67,9 +67,9 @@ class AutoPlacementPolicy(StaticPlacementPolicy):
         self._steps = 0
         self._seen: MemoryReport | None = None
         self._before = 0  # the highest point since records last moved, from before the state was away
-        self._watched = tuple(dict.fromkeys(watched))
+        self._repeated = tuple(dict.fromkeys(repeated))
         self.oom_retry = OomRetry(self._accelerator, weakly(self._relieve_all), weakly(self._movable))
-        self.oom_retry.watch(self._watched)
+        self.oom_retry.wrap(self._repeated)
         self._useful = not stores.host.near
         self._warm_up = MEASURED_STEPS + any(stepped.rule is None for stepped in optimizer.subs)
         if self._useful:
@@ -92,7 +92,7 @@ class AutoPlacementPolicy(StaticPlacementPolicy):
         return module(*args, **kwargs)
 
     def repeating(self) -> AbstractContextManager[None]:
-        return self.oom_retry.on() if self._watched else nullcontext()
+        return self.oom_retry.on() if self._repeated else nullcontext()
 
     def before_step(self) -> None:
         """Make sure that there is room for what the step takes: an optimizer that finds none has already

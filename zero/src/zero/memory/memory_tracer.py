@@ -43,7 +43,7 @@ class MemoryTracer:
         self._fresh = True  # the step has not begun
         self._follows = False  # the step is followed
 
-    def watch(self, reducer: GradientReducer, optimizer: ShardedOptimizer) -> None:
+    def follow(self, reducer: GradientReducer, optimizer: ShardedOptimizer) -> None:
         """Count what these hold, too, from now on. They are made later than the tracer, which they call."""
         self._reducer, self._optimizer = weakref.ref(reducer), weakref.ref(optimizer)
 

@@ -44,15 +44,15 @@ class OomRetry:
         self._most: WeakKeyDictionary[object, tuple[int, int]] = WeakKeyDictionary()
         self._under_way: set[object] = set()  # forwards and backwards, one inside another
 
-    def watch(self, modules: Iterable[nn.Module]) -> None:
+    def wrap(self, modules: Iterable[nn.Module]) -> None:
         """Wrap the calls of these modules. Hooks would not do: none runs after a KeyboardInterrupt."""
         for module in modules:
-            module._compiled_call_impl = self._watched(module)  # what `module(...)` calls, if set
+            module._compiled_call_impl = self._wrapped(module)  # what `module(...)` calls, if set
 
-    def _watched(self, module: nn.Module) -> Callable[..., Any]:
+    def _wrapped(self, module: nn.Module) -> Callable[..., Any]:
         compiled, called = module._compiled_call_impl, ModelRef(module)
 
-        def watched(*args: Any, **kwargs: Any) -> Any:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
             this, outermost, module = object(), not self._under_way, called()
             try:
                 self._begin(this, outermost, module, args, kwargs)
@@ -60,7 +60,7 @@ class OomRetry:
             finally:
                 self._end(this, outermost)
 
-        return torch.compiler.disable(watched, recursive=False)  # type: ignore[no-any-return]
+        return torch.compiler.disable(wrapped, recursive=False)  # type: ignore[no-any-return]
 
     @contextmanager
     def on(self) -> Iterator[None]:

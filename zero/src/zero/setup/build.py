@@ -109,7 +109,7 @@ def build_engine(
         compiled = compile_calls(
             model, config, units, stores, communicator, sharded_optimizer.record_streamer, training_pass
         )
-    tracer.watch(reducer, sharded_optimizer)
+    tracer.follow(reducer, sharded_optimizer)
     stores.may_move(sharded_optimizer.record_streamer)
     placement = StaticPlacementPolicy(stores)
     if config.offload.measured:
