@@ -92,7 +92,7 @@ def test_what_is_excluded_is_told_and_known_to_be_left_out(checkpoint: Path, tmp
     for number, command in enumerate(["consolidate", "convert", "convert --to universal"]):
         result = run(*command.split(), checkpoint, tmp_path / f"out-{number}", "--exclude", "embedding.*")
         assert result.exit_code == 0, result.output
-        assert "part of a model, saved without: embedding.weight\n" in result.stderr
+        assert "left out by --include and --exclude: embedding.weight\n" in result.stderr
     described = json.loads(run("inspect", tmp_path / "out-1", "--json").stdout)
     assert described["saved_without"] == ["embedding.weight"]
     assert [tensor["name"] for tensor in described["tensors"]] == ["scale"]

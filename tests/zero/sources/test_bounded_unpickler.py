@@ -12,7 +12,7 @@ import pytest
 
 import zero
 from zero.sources import inert_pickle
-from zero.sources.bounded_unpickler import Kept
+from zero.sources.bounded_unpickler import Inert
 from zero.sources.inert_pickle import TENSORS, strangers_in, tensors_in
 
 DEEP = 200_000  # a hash of as many tuples overflows the stack
@@ -84,7 +84,7 @@ def test_what_is_small_and_means_much_is_refused(body: bytes, message: str) -> N
     with pytest.raises(zero.CorruptCheckpointError, match=message):
         load(body)
     assert time.process_time() - begun < 10
-    assert not {"items", "state", "taken"} & {name for name in vars(Kept) if name != "state"}
+    assert not {"items", "state", "taken"} & {name for name in vars(Inert) if name != "state"}
 
 
 def test_a_call_costs_what_it_looks_at() -> None:
@@ -131,7 +131,7 @@ def test_what_jobs_save_is_read(protocol: int) -> None:
     found = inert_pickle.load(pickle.dumps(value, protocol), TENSORS, Path("some"), strangers=True)
     expected: dict[Any, Any] = {**value, next(iter(value)): [b"bytes", b"more", {1, 2}, frozenset({3})]}
     if protocol < 4:  # which write frozensets by name
-        assert isinstance(found[next(iter(value))].pop(), Kept)
+        assert isinstance(found[next(iter(value))].pop(), Inert)
         expected[next(iter(value))].pop()
     assert found == expected
     (stranger,) = strangers_in(

@@ -47,7 +47,6 @@ app = typer.Typer(
 )
 errors = Console(stderr=True)
 _WIDEST = 60  # characters of a column
-_PARTIAL = "part of a model, saved without"
 
 
 CheckpointPath = Annotated[
@@ -203,8 +202,7 @@ def consolidate(
     where = printable(result.out)
     print(f"{where}: {result.tensors} tensors, {human(result.nbytes)} in {files}, {seconds:.1f} s")
     _warn("infinite in fp16, although finite in the checkpoint", result.overflowed)
-    _warn("skipped (not a tensor)", result.left_out)
-    _warn(_PARTIAL, result.missing)
+    _warn_of(result)
 
 
 @app.command()
@@ -243,8 +241,7 @@ def convert(
             with open_source(weights) as source:
                 result = to_zero(source, out, options, progress)
     print(f"{printable(result.out)}: {result.tensors} tensors, {human(result.nbytes)}")
-    _warn("skipped (not a tensor)", result.left_out)
-    _warn(_PARTIAL, result.missing)
+    _warn_of(result)
 
 
 @app.command()
@@ -306,6 +303,12 @@ def progress_bar() -> Iterator[run.OnProgress]:
 
     with bar:
         yield told
+
+
+def _warn_of(result: run.Written) -> None:
+    _warn("skipped (not a tensor)", result.left_out)
+    _warn("left out by --include and --exclude", result.excluded)
+    _warn("part of a model: the checkpoint was saved without", result.missing)
 
 
 def _warn(what: str, names: tuple[str, ...]) -> None:

@@ -63,10 +63,10 @@ class Checkpoints:
         if self._engine.communicator.failed:
             check()  # at once, as other ranks may not be there to be told
         communicator = self._engine.communicator
-        watched: Waiting = partial(communicator.waiting, f"save_checkpoint({str(path)!r})")
+        waiting: Waiting = partial(communicator.waiting, f"save_checkpoint({str(path)!r})")
         key = f"{communicator.key}/save{next(self._saves)}"
         messages = SaveMessages(
-            communicator.group, key, communicator.peers, watched, communicator.whereabouts
+            communicator.group, key, communicator.peers, waiting, communicator.whereabouts
         )
         try:
             self.wait()

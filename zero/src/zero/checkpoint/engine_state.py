@@ -297,11 +297,11 @@ def _options(group: dict[str, Any], prefix: str, parts: list[Part]) -> Iterator[
     for name, value in group.items():
         if name == "params" or callable(value):
             continue
-        own: list[Part] = []
+        tensors: list[Part] = []
         try:
-            encoded = user_state.encode(value, f"{prefix}/{name}", own, f"the optimizer's {name!r}")
+            encoded = user_state.encode(value, f"{prefix}/{name}", tensors, f"the optimizer's {name!r}")
         except UsageError as error:
             warn(f"left out of the checkpoint: {error}")  # on rank 0, which describes what all save
             continue
-        parts.extend(own)
+        parts.extend(tensors)
         yield name, encoded

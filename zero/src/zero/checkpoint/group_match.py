@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 
 def match_groups(
-    own: Mapping[str, int], saved: Mapping[str, int], groups: int
+    now: Mapping[str, int], saved: Mapping[str, int], groups: int
 ) -> tuple[dict[int, int], list[str]]:
     """Match each of `groups` param_groups to the checkpoint's group that most of its parameters were in.
 
@@ -15,15 +15,15 @@ def match_groups(
     its place. Returns the index in the checkpoint for each group's own, and the names of the parameters that
     were in another group than their group's match.
 
-    own, saved: each parameter's group, now and in the checkpoint, both by its present name.
+    now, saved: each parameter's group, now and in the checkpoint, both by its present name.
     """
-    votes = Counter((own[name], group) for name, group in saved.items())
+    votes = Counter((now[name], group) for name, group in saved.items())
     ranked = sorted(votes, key=lambda pair: (-votes[pair], pair[0] != pair[1], pair))
     chosen: dict[int, int] = {}
     for group, old in ranked:
         if group not in chosen and old not in chosen.values():
             chosen[group] = old
-    left = [name for name, old in saved.items() if chosen.get(own[name]) != old]
+    left = [name for name, old in saved.items() if chosen.get(now[name]) != old]
     for group, old in ranked:
         chosen.setdefault(group, old)  # taken by another group as well, as none is left for this one
     free = [old for old in range(groups) if old not in chosen.values()]

@@ -56,7 +56,7 @@ class OptimizerLoad:
                 f"{len(optimizer.param_groups)}; weights_only=True loads only the weights"
             )
         kinds, before = kinds_of_groups(optimizer), self._saved_kinds
-        if any(kinds[own] != before[group] for own, group in self._saved_group.items()):
+        if any(kinds[mine] != before[group] for mine, group in self._saved_group.items()):
             raise StateError(
                 f"the checkpoint's param_groups belong to {', '.join(before)}, but this optimizer's to "
                 f"{', '.join(kinds)}; weights_only=True loads only the weights"
@@ -76,7 +76,9 @@ class OptimizerLoad:
                 "with different optimizer state": list(other),
                 "in a different param_group than in the checkpoint": self._elsewhere if strict else [],
                 "options of param_groups": [
-                    f"param_groups[{own}]: {wrong}" for own in self._options for wrong in self._misfits(own)
+                    f"param_groups[{mine}]: {wrong}"
+                    for mine in self._options
+                    for wrong in self._misfits(mine)
                 ],
             }
         )
@@ -85,14 +87,14 @@ class OptimizerLoad:
     def _options(self) -> dict[int, dict[str, Any]]:
         """The options to set, by the index of our param_group."""
         saved = self._manifest.optimizer.param_groups
-        return {own: self._reader.decode(saved[group]) for own, group in self._saved_group.items()}
+        return {mine: self._reader.decode(saved[group]) for mine, group in self._saved_group.items()}
 
-    def _misfits(self, own: int) -> list[str]:
-        group, saved = self._optimizer.param_groups[own], self._options[own]
+    def _misfits(self, mine: int) -> list[str]:
+        group, saved = self._optimizer.param_groups[mine], self._options[mine]
         wrong = misfits(group, saved)
         if not wrong:
             try:
-                self._engine.sharded_optimizer.check_options(own, merged(group, saved))
+                self._engine.sharded_optimizer.check_options(mine, merged(group, saved))
             except OptimizerError as error:
                 wrong.append(str(error))
         return wrong
@@ -105,13 +107,13 @@ class OptimizerLoad:
 
     def _saved_groups(self) -> tuple[dict[int, int], list[str]]:
         """What match_groups() returns for the parameters that have state in the checkpoint."""
-        own, saved = {}, {}
+        now, saved = {}, {}
         for group in (group for unit in self._engine.units for group in unit.groups):
             for name, parameter in zip(group.names, group.parameters, strict=True):
                 entry = self._with_state(name)
                 if entry is not None and entry.group is not None and parameter in self._engine.param_group_of:
-                    own[name], saved[name] = self._engine.param_group_of[parameter], entry.group
-        return match_groups(own, saved, len(self._optimizer.param_groups))
+                    now[name], saved[name] = self._engine.param_group_of[parameter], entry.group
+        return match_groups(now, saved, len(self._optimizer.param_groups))
 
     def _state_fits(self, entry: ParameterEntry, piece: SteppedPiece, numel: int, kernel: bool) -> bool:
         assert entry.group is not None
@@ -153,8 +155,8 @@ class OptimizerLoad:
                 self._fill_piece(stepped, piece, entry)
             if stepped.count is not None:
                 self._note_steps(piece)
-        for own, saved in self._options.items():
-            take(self._optimizer.param_groups[own], saved)
+        for mine, saved in self._options.items():
+            take(self._optimizer.param_groups[mine], saved)
 
     def _pieces(self) -> Iterator[tuple[SteppedSubGroup, SteppedPiece, ParameterSpec, ParameterEntry | None]]:
         """This rank's pieces, with their parameters and these in the checkpoint: None if it has no state."""

@@ -53,11 +53,11 @@ def restore(accelerator: Accelerator, states: dict[str, Any]) -> None:
 
 
 def _python(states: dict[str, Any]) -> tuple[int, tuple[int, ...], float | None]:
-    own = states["python"]
-    return own["version"], tuple(own["internal"].tolist()), own["gauss"]
+    state = states["python"]
+    return state["version"], tuple(state["internal"].tolist()), state["gauss"]
 
 
 def _numpy(states: dict[str, Any]) -> tuple[str, Any, int, int, float]:
-    own = states["numpy"]
-    keys = own["keys"].numpy().astype(np.uint32)
-    return own["kind"], keys, own["position"], own["has_gauss"], own["cached"]
+    state = states["numpy"]
+    keys = state["keys"].numpy().astype(np.uint32)
+    return state["kind"], keys, state["position"], state["has_gauss"], state["cached"]

@@ -110,13 +110,13 @@ class RankSave:
         report = write_rank_file(self.storage, self.accelerator, path, self.mine.parts, self.packed)
         return report | {"values": self.mine.values, "rng": self.mine.rng, "state": self.mine.state}
 
-    def _outcome(self, own: Problem) -> Problem:
-        """Rank 0's word, if it can be had and this rank's program goes on. own: this rank's problem."""
-        if own[:1] == [CommunicationError.__name__]:
-            return own  # rank 0 is gone
+    def _outcome(self, mine: Problem) -> Problem:
+        """Rank 0's word, if it can be had and this rank's program goes on. mine: this rank's problem."""
+        if mine[:1] == [CommunicationError.__name__]:
+            return mine  # rank 0 is gone
         try:
             told: Problem = self.messages.collect("outcome", [0], LAST, give_up=has_failed)[0]
-            self.shared = self.shared or not own
+            self.shared = self.shared or not mine
             return told
         except CommunicationError as error:
             if not has_failed():
@@ -124,13 +124,13 @@ class RankSave:
                     f"{error}. This rank does not know whether the checkpoint {self.publication.path} was "
                     "published: if it is there, it is complete"
                 ) from error
-        if not own:
+        if not mine:
             _log.warning(
                 "rank %d has written its part of %s and ends, as its program has failed: the other ranks "
                 "complete the checkpoint if they can",
                 *(self.messages.rank, self.publication.staging),
             )
-        return own
+        return mine
 
     def _tell(self, outcome: Problem) -> None:
         """Tell the others, on rank 0. A checkpoint that is published stays so if they cannot be told."""

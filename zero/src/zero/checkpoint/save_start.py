@@ -36,8 +36,8 @@ def start(messages: SaveMessages, chosen: Collection[str]) -> None:
 def refuse(messages: SaveMessages, error: BaseException) -> ZeroError:
     """Tell the others what keeps this rank from the save. Returns it as the error for this rank to raise."""
     rank = messages.rank
-    own = problem_of(error, PART.format(rank))
-    told = [own[0], f"rank {rank}: {own[1]}"] if isinstance(error, ZeroError) else own
+    mine = problem_of(error, PART.format(rank))
+    told = [mine[0], f"rank {rank}: {mine[1]}"] if isinstance(error, ZeroError) else mine
     with suppress(CommunicationError):  # without a store, nobody can be told
         messages.publish(JOINED, [told, []])
         if rank:
@@ -46,7 +46,7 @@ def refuse(messages: SaveMessages, error: BaseException) -> ZeroError:
             messages.publish("start", told)
         if rank or isinstance(error, Exception):  # rank 0 waits, but not when it is interrupted
             _leave(messages, told)
-    return error_of(own)
+    return error_of(mine)
 
 
 def _word_of_rank_0(messages: SaveMessages) -> Problem:

@@ -128,7 +128,7 @@ def _described(source: Source, plan: OutputPlan) -> dict[str, Any]:
             if kind != "buffer"
         ],
         "buffers": [chosen.name for chosen, kind in kinds.items() if kind == "buffer"],
-        "left_out": list(plan.missing(source)),
+        "left_out": [*source.missing, *plan.excluded(source.tensors)],
         "extra_state": {},
         "state": {},
     }

@@ -14,7 +14,7 @@ from typing import Literal
 from zero.errors import CheckpointError, UsageError
 from zero.files.header import METADATA, lay_out
 from zero.files.manifest import ITEM_BYTES, Sized
-from zero.sources.source import Source, TensorInfo
+from zero.sources.source import TensorInfo
 
 OutputDtype = Literal["fp32", "bf16", "fp16", "keep", "stored"]
 _CAST = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
@@ -62,11 +62,10 @@ class OutputPlan:
     def payload(self) -> int:
         return sum(file.payload for file in self.files)
 
-    def missing(self, source: Source) -> tuple[str, ...]:
-        """Names of what the model has and the output has not: left out of it, or of the source."""
+    def excluded(self, tensors: Sequence[TensorInfo]) -> tuple[str, ...]:
+        """Names of those of the source's tensors that are in no file, the optimizer's state aside."""
         taken = {chosen.tensor for file in self.files for chosen in file.tensors}
-        left = [t.name for n, t in enumerate(source.tensors) if n not in taken and t.kind != "state"]
-        return (*source.missing, *left)
+        return tuple(t.name for n, t in enumerate(tensors) if n not in taken and t.kind != "state")
 
 
 def choose(
@@ -82,8 +81,8 @@ def choose(
     _check_patterns(tensors, [*include, *exclude])
 
     def wanted(name: str) -> bool:
-        kept = not include or any(fnmatchcase(name, pattern) for pattern in include)
-        return kept and not any(fnmatchcase(name, pattern) for pattern in exclude)
+        included = not include or any(fnmatchcase(name, pattern) for pattern in include)
+        return included and not any(fnmatchcase(name, pattern) for pattern in exclude)
 
     chosen = []
     for index, tensor in enumerate(tensors):

@@ -94,7 +94,7 @@ class Staging:
         storage = self._storage
         for name in storage.names(self.out) if storage.exists(self.out) else ():
             if not _OURS.fullmatch(name):
-                storage.keep(self.out / name, self.path / name)
+                storage.link(self.out / name, self.path / name)
         storage.sync_directory(self.path)
 
     def _take_name(self) -> bool:

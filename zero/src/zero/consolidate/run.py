@@ -56,8 +56,8 @@ class Written:
 
     out: the directory. files: names of the files with weights. tensors, nbytes: the number of tensors and of
     their bytes. overflowed: names of tensors with finite values that became infinite in fp16. left_out: names
-    of state that is not a tensor. missing: names of what the model has and the output has not, as the source
-    was saved without it, or `include` and `exclude` leave it out.
+    of state that is not a tensor. excluded: names that `include` and `exclude` leave out. missing: names of
+    what the model had and the source was saved without.
     """
 
     out: Path
@@ -66,6 +66,7 @@ class Written:
     nbytes: int
     overflowed: tuple[str, ...]
     left_out: tuple[str, ...]
+    excluded: tuple[str, ...]
     missing: tuple[str, ...]
 
 
@@ -144,7 +145,7 @@ def publish(
     names = tuple(file.name for file in plan.files)
     tensors = sum(len(file.tensors) for file in plan.files)
     overflowed = tuple(sorted(job.converter.overflowed))
-    left = source.left_out, plan.missing(source)
+    left = source.left_out, plan.excluded(source.tensors), source.missing
     return Written(staging.out, names, tensors, plan.payload, overflowed, *left)
 
 

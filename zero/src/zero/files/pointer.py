@@ -66,10 +66,10 @@ class Pointer:
         """
         listed = [n for n in self._rotation() if n != name]
         gone = [n for n in listed if is_half_removed(self._storage, self._parent / n)]
-        kept = [n for n in listed if self._storage.exists(self._parent / n / MANIFEST)]
-        kept += [] if keep_last is None else [name]
-        self._listed = (*gone, *kept)
-        return gone if keep_last is None else [*gone, *kept[:-keep_last]]
+        there = [n for n in listed if self._storage.exists(self._parent / n / MANIFEST)]
+        there += [] if keep_last is None else [name]
+        self._listed = (*gone, *there)
+        return gone if keep_last is None else [*gone, *there[:-keep_last]]
 
     def prepare(self, name: str, manifest: bytes) -> None:
         """Write the next contents. manifest: of the checkpoint that is about to be published.

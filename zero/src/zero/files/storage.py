@@ -194,7 +194,7 @@ class Storage:
         names = _AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second)
         return bool(exchange(*names, _RENAME_EXCHANGE) == 0)
 
-    def keep(self, old: Path, new: Path) -> None:
+    def link(self, old: Path, new: Path) -> None:
         """Give a file or a link a second name, or copy it where the file system has no hard links."""
         try:
             os.link(old, new, follow_symlinks=False)

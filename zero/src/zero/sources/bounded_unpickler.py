@@ -22,7 +22,7 @@ _Pickled: Any = pickle._Unpickler
 _Stop: Any = pickle._Stop  # type: ignore[attr-defined]
 
 
-class Kept:
+class Inert:
     """Stands in for an object, and keeps its stored state without using it."""
 
     state: Any = None
@@ -31,7 +31,7 @@ class Kept:
         self.arguments = arguments
 
 
-class Stranger(Kept):
+class Stranger(Inert):
     """Stands in for any object or function, called `name`, and keeps whatever its pickle does with it."""
 
     name = ""
@@ -59,13 +59,13 @@ class Function:
 
 _SIZED = frozenset({str, bytes, bytearray, *CONTAINERS, Dict})
 _NESTING = frozenset({*CONTAINERS, Dict})  # exactly these: a tensor is a tuple, too
-_KEYS = (str, bytes, int, float, complex, type(None), frozenset, Kept, Function, type)
+_KEYS = (str, bytes, int, float, complex, type(None), frozenset, Inert, Function, type)
 
 
 def check_keys(keys: Iterable[Any]) -> None:
     """Raise ValueError unless all values are small enough to be hashed again and again."""
     for key in keys:
-        if not isinstance(key, (str, Kept)):
+        if not isinstance(key, (str, Inert)):
             _check_key(key)
 
 
@@ -160,7 +160,7 @@ class Unpickler(_Pickled):
     def call(self, function: Any, arguments: Any) -> Any:
         """Make what a pickle asks for, with what stands in for a class or a function."""
         known = isinstance(function, (Function, Stranger))
-        if not (known or (isinstance(function, type) and issubclass(function, Kept))):
+        if not (known or (isinstance(function, type) and issubclass(function, Inert))):
             raise ValueError(f"it calls a {type(function).__name__}")
         if type(arguments) is not tuple:
             raise ValueError("it calls something without arguments")
@@ -211,7 +211,7 @@ class Unpickler(_Pickled):
 
     def load_build(self) -> None:
         state, target = self.stack.pop(), self.stack[-1]
-        if isinstance(target, Kept):
+        if isinstance(target, Inert):
             target.state = state
         elif not isinstance(target, Dict):
             raise ValueError(f"it sets the state of a {type(target).__name__}")

@@ -17,7 +17,7 @@ from zero.files.boundary import typed
 from zero.files.manifest import ITEM_BYTES
 from zero.files.storage import DISK, read_whole
 from zero.sources import inert_pickle
-from zero.sources.bounded_unpickler import Function, Kept
+from zero.sources.bounded_unpickler import Function, Inert
 from zero.sources.inert_pickle import DTYPES, TENSORS, StoredTensor, shape_of, sizes_of
 from zero.sources.memory_order import Box, is_partition
 from zero.sources.record_source import Key, RecordSource, StoredBox
@@ -35,11 +35,11 @@ _MOST_STEPS = 1 << 25  # of the pickle there; each chunk takes some sixty
 _MOST_CHUNK_STEPS = 1 << 12  # of the pickle of a chunk, which is one tensor
 _METADATA: Mapping[str, Any] = {
     **DTYPES,
-    **{f"torch.distributed.checkpoint.metadata.{name}": Kept for name in _CLASSES.split()},
-    "torch.distributed.checkpoint.filesystem._StorageInfo": Kept,
+    **{f"torch.distributed.checkpoint.metadata.{name}": Inert for name in _CLASSES.split()},
+    "torch.distributed.checkpoint.filesystem._StorageInfo": Inert,
     **{name: TENSORS[name] for name in _COMMON},
-    "pathlib.PosixPath": Function(Kept),
-    "pathlib._local.PosixPath": Function(Kept),
+    "pathlib.PosixPath": Function(Inert),
+    "pathlib._local.PosixPath": Function(Inert),
 }
 Offsets = tuple[int, ...]
 

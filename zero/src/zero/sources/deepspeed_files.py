@@ -20,7 +20,7 @@ from typing import Any
 from zero.errors import CheckpointError
 from zero.files.manifest import LARGEST_LATEST
 from zero.files.storage import DISK, read_whole
-from zero.sources.bounded_unpickler import Function, Kept
+from zero.sources.bounded_unpickler import Function, Inert
 
 _OPTIMIZER = re.compile(r"(?:(?:bf16|fp16)_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
@@ -38,9 +38,9 @@ class Stage(int):
 
 STAND_INS: dict[str, Any] = {
     "deepspeed.runtime.zero.config.ZeroStageEnum": Function(Stage),
-    "deepspeed.runtime.fp16.loss_scaler.LossScaler": Kept,
-    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler": Kept,
-    "deepspeed.utils.tensor_fragment.fragment_address": Kept,
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler": Inert,
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler": Inert,
+    "deepspeed.utils.tensor_fragment.fragment_address": Inert,
 }
 """By full name, stand-ins for the classes that such checkpoints hold."""
 

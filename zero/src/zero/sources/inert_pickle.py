@@ -18,7 +18,7 @@ from zero.files.manifest import ITEM_BYTES, MOST_DIMENSIONS, TORCH_NAMES, is_row
 from zero.sources.bounded_unpickler import (
     CONTAINERS,
     Function,
-    Kept,
+    Inert,
     Stranger,
     Unpickler,
     made_dict,
@@ -69,7 +69,7 @@ class StoredTensor(NamedTuple):
 
 def tensors_in(value: Any) -> Iterator[StoredTensor]:
     """All tensors in nested containers and in what was kept of objects."""
-    return (found for found in _values_in(value, (Kept,)) if isinstance(found, StoredTensor))
+    return (found for found in _values_in(value, (Inert,)) if isinstance(found, StoredTensor))
 
 
 def strangers_in(value: Any) -> Iterator[Stranger]:
@@ -177,8 +177,8 @@ _CONTAINERS: Mapping[str, Any] = {
     "collections.OrderedDict": Function(made_dict),
     "collections.Counter": Function(made_dict),
     "torch.Size": Function(_size),
-    "torch.device": Function(Kept),
-    "torch.serialization._get_layout": Function(Kept),
+    "torch.device": Function(Inert),
+    "torch.serialization._get_layout": Function(Inert),
     "_codecs.encode": Function(_bytes),
     **{
         f"{module}.{name}": stand_in
@@ -202,8 +202,8 @@ TENSORS: Mapping[str, Any] = {
     "torch._utils._rebuild_parameter": _PARAMETER,
     "torch._utils._rebuild_parameter_with_state": _PARAMETER,
     "torch._tensor._rebuild_from_type_v2": Function(_subclass),
-    "torch.nn.parameter.Parameter": Kept,
-    "torch.Tensor": Kept,
+    "torch.nn.parameter.Parameter": Inert,
+    "torch.Tensor": Inert,
 }
 """Stand-ins for the names in a file of torch.save with tensors in plain containers."""
 
