@@ -440,7 +440,13 @@ class Engine:
         self._check_loadable("load_pretrained")
         request = Request(as_path(path), strict, rename, self._checkpoints.storage)
         with self._boundary.loading(everything=False):
-            fill_engine(self.module, self._full_parameters, request, self._boundary.begin_load)
+            fill_engine(
+                self.module,
+                self._full_parameters.units,
+                self._full_parameters.communicator,
+                request,
+                self._boundary.begin_load,
+            )
 
     def wait_for_checkpoint(self) -> None:
         """Wait until a save in the background is complete; raises its error."""

@@ -14,9 +14,6 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from zero.checkpoint.tensor_reader import TensorReader
-from zero.checkpoint.together import Together
-from zero.checkpoint.weights import fill_buffers, fill_units, targets
 from zero.communication.communicator import Communicator
 from zero.config.paths import as_path
 from zero.deferred import deferred_init
@@ -26,10 +23,12 @@ from zero.files.names import Rename, match
 from zero.files.safetensors_header import is_safetensors
 from zero.files.safetensors_weights import SafetensorsWeights
 from zero.files.storage import DISK, Storage
+from zero.loading.tensor_reader import TensorReader
+from zero.loading.together import Together
+from zero.loading.weights import fill_buffers, fill_units, targets
+from zero.sharding.guard import OWNER_ATTRIBUTE
 from zero.sharding.sharded_unit import ShardedUnit, refill
 from zero.sharding.state_entries import entries_of
-from zero.whole.full_parameters import FullParameters
-from zero.whole.gathered import OWNER_ATTRIBUTE
 
 
 @dataclass(frozen=True)
@@ -133,10 +132,14 @@ def keep_promises(units: Sequence[ShardedUnit], communicator: Communicator) -> N
 
 
 def fill_engine(
-    model: nn.Module, full_parameters: FullParameters, request: Request, before_change: Callable[[], None]
+    model: nn.Module,
+    units: Sequence[ShardedUnit],
+    communicator: Communicator,
+    request: Request,
+    before_change: Callable[[], None],
 ) -> None:
     """Do what Engine.load_pretrained does. before_change: called once everything has been checked."""
-    together = Together(full_parameters.communicator, "pretrained weights")
+    together = Together(communicator, "pretrained weights")
     opened: list[SafetensorsWeights] = []
     keys: dict[str, str] = {}
 
@@ -146,13 +149,13 @@ def fill_engine(
 
     def change() -> None:
         fill_buffers(model, TensorReader(opened[0]), keys)
-        _fill_shards(full_parameters.units, {opened[0]: keys})
+        _fill_shards(units, {opened[0]: keys})
 
     try:
         together(check)
         before_change()
         together(change)
-        refill(full_parameters.units, frozen=True)
+        refill(units, frozen=True)
     finally:
         for weights in opened:
             weights.close()

@@ -1,14 +1,14 @@
 """Checkpoints: saved by all ranks at once, published in one step, loaded at any world size.
 
-What they consist of is in `zero.files`. Modules, lowest first:
+What they consist of is in `zero.files`, and reading into models in `zero.loading`. Modules, lowest first:
 
 random_state, rank_file, user_state, engine_state
                         what a save consists of, and one rank's file
-program_end, save_messages, problems, together
-                        messages and errors between ranks
+program_end, save_messages
+                        messages between ranks
 save_start              all ranks start a save, or none
 save_job, background    one save; one in a thread of its own
-group_match, group_options, tensor_reader, weights, load_optimizer, load
+group_match, group_options, load_optimizer, load
                         matching stored tensors to another model, and reading them
 checkpoints             what the engine uses: its saves, one at a time, and its loads
 """

@@ -23,11 +23,11 @@ from zero.checkpoint.rank_file import pack
 from zero.checkpoint.save_job import RankSave
 from zero.checkpoint.save_messages import SaveMessages, Waiting
 from zero.checkpoint.save_start import refuse, start
-from zero.checkpoint.together import Together
 from zero.config.paths import as_path
 from zero.errors import UsageError
 from zero.files.publication import Publication, check_name
 from zero.files.storage import DISK, Storage
+from zero.loading.together import Together
 from zero.ranges import in_range
 from zero.sharding.selection import Selection
 from zero.tiers.values import lasting

@@ -21,8 +21,9 @@ from zero.communication.communicator import Communicator
 from zero.config.training import Config
 from zero.errors import StateError, UsageError
 from zero.files.dtypes import name_of
-from zero.files.manifest import is_row_major, model_key, state_key
+from zero.files.manifest import model_key, state_key
 from zero.gradients.loss_scale import LossScale
+from zero.loading.weights import stride_of
 from zero.optimizer.joint import kind_of, kinds_of_groups
 from zero.optimizer.piece_state import in_memory_order, is_elementwise
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
@@ -157,11 +158,6 @@ def check_state(engine: EngineParts) -> None:
             spec = stepped.group.layout.specs[piece.piece.index]
             for name, value in optimizer.optimizer.state.get(piece.parameter, {}).items():
                 _check_storable(name, value, spec, piece)
-
-
-def stride_of(spec: ParameterSpec) -> tuple[int, ...] | None:
-    """A parameter's strides, or None if its memory order is row-major."""
-    return None if not spec.numel or is_row_major(spec.shape, spec.stride) else spec.stride
 
 
 def _collect_group(engine: EngineParts, group: FlatGroup, found: RankState, chosen: Container[str]) -> None:

@@ -12,14 +12,14 @@ from typing import Any
 from zero.checkpoint import random_state
 from zero.checkpoint.engine_state import EngineParts
 from zero.checkpoint.load_optimizer import OptimizerLoad
-from zero.checkpoint.tensor_reader import TensorReader
-from zero.checkpoint.together import Together
-from zero.checkpoint.weights import fill_buffers, fill_units, targets
 from zero.errors import CheckpointError, StateError, UsageError, some
 from zero.files.manifest import Manifest, model_key
 from zero.files.names import Rename, match, raise_for, stored_in
 from zero.files.reader import Checkpoint, find
 from zero.files.storage import Storage
+from zero.loading.tensor_reader import TensorReader
+from zero.loading.together import Together
+from zero.loading.weights import fill_buffers, fill_units, targets
 from zero.ranges import in_range
 from zero.sharding.sharded_unit import refill
 from zero.sharding.state_entries import entries_of, load_rest

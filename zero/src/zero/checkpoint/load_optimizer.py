@@ -9,14 +9,15 @@ from typing import Any
 import torch
 
 from accelz import HOST
-from zero.checkpoint.engine_state import EngineParts, stride_of
+from zero.checkpoint.engine_state import EngineParts
 from zero.checkpoint.group_match import match_groups
 from zero.checkpoint.group_options import merged, misfits, take
-from zero.checkpoint.tensor_reader import TensorReader
 from zero.errors import OptimizerError, StateError
 from zero.files.dtypes import TORCH
 from zero.files.manifest import Manifest, ParameterEntry, TensorEntry, model_key, state_key
 from zero.files.names import is_floating, raise_for
+from zero.loading.tensor_reader import TensorReader
+from zero.loading.weights import stride_of
 from zero.optimizer.joint import kind_of, kinds_of_groups, members
 from zero.optimizer.piece_state import in_memory_order, moved
 from zero.optimizer.stepped import SteppedPiece, SteppedSubGroup

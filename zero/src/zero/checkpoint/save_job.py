@@ -12,7 +12,6 @@ from torch import Tensor
 
 from accelz import Accelerator
 from zero.checkpoint.engine_state import RankState
-from zero.checkpoint.problems import Problem, error_of, problem_of
 from zero.checkpoint.program_end import has_failed
 from zero.checkpoint.rank_file import write_rank_file
 from zero.checkpoint.save_messages import SaveMessages
@@ -21,6 +20,7 @@ from zero.errors import CheckpointError, CommunicationError
 from zero.files.manifest_assembly import assemble
 from zero.files.publication import Publication
 from zero.files.storage import Storage
+from zero.loading.problems import Problem, error_of, problem_of
 from zero.ranges import in_range
 
 _log = logging.getLogger("zero")

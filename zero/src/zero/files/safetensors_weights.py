@@ -1,4 +1,4 @@
-"""Any part of any tensor in safetensors files: an implementation of zero.checkpoint.tensor_reader.Tensors."""
+"""Any part of any tensor in safetensors files: an implementation of zero.loading.tensor_reader.Tensors."""
 
 from __future__ import annotations
 

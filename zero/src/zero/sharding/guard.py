@@ -19,6 +19,9 @@ from torch._ops import OpOverload
 from zero.errors import ShardedParameterError
 
 NAME_ATTRIBUTE = "_zero_name"
+OWNER_ATTRIBUTE = "_zero_owner"
+"""Key of what an engine's whole values come from, in its model's parameters' and modules' __dict__."""
+
 REASON_ATTRIBUTE = "_zero_reason"
 UNIT_ATTRIBUTE = "_zero_unit"
 """Key in a parameter's __dict__ of its `OwnUnit`."""

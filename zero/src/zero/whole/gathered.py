@@ -12,13 +12,9 @@ from torch import Tensor, nn
 
 from zero.deferred import deferred_init
 from zero.errors import UsageError
-from zero.sharding.guard import NAME_ATTRIBUTE, ShardedParameter, detachable
+from zero.sharding.guard import NAME_ATTRIBUTE, OWNER_ATTRIBUTE, ShardedParameter, detachable
 from zero.sharding.uncopied import Uncopied
 from zero.whole.full_parameters import FullParameters
-
-OWNER_ATTRIBUTE = "_zero_owner"
-"""Key of the engine's FullParameters in a module's __dict__, and of an _Owner in a parameter's."""
-
 
 _WRITTEN_ATTRIBUTE = "_zero_written"
 """Key in a parameter's __dict__ of its version after a `gathered` block has last written it back. The block

@@ -7,13 +7,19 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import nn
 
-from zero.checkpoint.engine_state import stride_of
-from zero.checkpoint.tensor_reader import TensorReader
+from zero.files.manifest import is_row_major
 from zero.files.names import Target
+from zero.loading.tensor_reader import TensorReader
 from zero.sharding.flat_group import FlatGroup
+from zero.sharding.layout import ParameterSpec
 from zero.sharding.sharded_unit import ShardedUnit
 from zero.sharding.state_entries import entries_of
 from zero.tiers.values import changing, put
+
+
+def stride_of(spec: ParameterSpec) -> tuple[int, ...] | None:
+    """A parameter's strides, or None if its memory order is row-major."""
+    return None if not spec.numel or is_row_major(spec.shape, spec.stride) else spec.stride
 
 
 def targets(module: nn.Module) -> list[Target]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from zero.checkpoint.problems import error_of, problem_of
 from zero.communication.communicator import Communicator
+from zero.loading.problems import error_of, problem_of
 
 
 class Together:
