@@ -30,20 +30,8 @@ COMPILED_TO_FSDP2 = 0.9
 TO_FSDP2 = 1.0
 """Target for the time of the engine's step with as much on the host as FSDP2 has, relative to FSDP2's."""
 
-OWN_KERNELS = {
-    "cuda": (
-        "adamw",
-        "sgd",
-        "momentum",
-        "lion",
-        "norm_and_nonfinite",
-        "scale_cast",
-        "accumulate",
-        "quantise",
-        "dequantise",
-    ),
-}
-"""By backend, the operations that it has kernels for, where a torch reference must not be in use."""
+OWN_KERNELS = ("cuda",)
+"""Backends that have kernels for every operation: a torch reference must not be in use."""
 KERNEL_TESTS = {"cuda": "tests/backends/test_cuda_device.py"}
 """By backend, tests of its kernels that need the device."""
 SANITIZER, SANITIZER_SECONDS = "compute-sanitizer", 150
@@ -84,7 +72,9 @@ def info(plan: Plan) -> Outcome:
     if facts is None:
         return Outcome("info", False, f"accelz info {plan.device} failed; see {LOG}")
     references = [
-        name for name in OWN_KERNELS.get(plan.device, ()) if facts["kernels"][name] == "torch reference"
+        name
+        for name, origin in facts["kernels"].items()
+        if origin == "torch reference" and plan.device in OWN_KERNELS
     ]
     facts["host_optimizer"] = facts["kernels"]["adamw"] if plan.device == "cpu" else _host_optimizer(plan)
     wrong = [f"torch references are used instead of kernels: {', '.join(references)}"] if references else []

@@ -18,8 +18,10 @@ from scripts.device_check import native, report, tree
 from scripts.device_check.__main__ import PYTEST
 from scripts.device_check.outcome import Outcome
 from scripts.device_check.plan import LOG, Plan
-from scripts.device_check.steps import OF_COPY, OWN_KERNELS, STEPS, attempt, below_target
+from scripts.device_check.steps import OF_COPY, STEPS, attempt, below_target
 from scripts.paths import absolute
+
+from accelz.roles.kernels import NAMES
 
 pytestmark = pytest.mark.slow  # starts programs
 
@@ -168,7 +170,7 @@ def test_kernels_that_do_not_run_are_told(
     plan: Plan, monkeypatch: pytest.MonkeyPatch, lost: str | None
 ) -> None:
     """So is an optimizer on the host without its library."""
-    served = {name: "torch reference" if name == lost else "CudaKernels" for name in OWN_KERNELS["cuda"]}
+    served = {name: "torch reference" if name == lost else "CudaKernels" for name in NAMES}
 
     def answer(self: Plan, name: str, limit: float, *arguments: str) -> subprocess.CompletedProcess[str]:
         on_host = {"adamw": "torch reference"}

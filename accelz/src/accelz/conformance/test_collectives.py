@@ -336,12 +336,8 @@ def barrier_body(context: Context) -> None:
             store.set(f"arrived-{round_}", "yes")
         calls.barrier(context.group)
         arrived = store.check([f"arrived-{round_}"])
-        expect(
-            arrived,
-            "Collectives.barrier",
-            "must block every rank until the last one has arrived",
-            "left early",
-        )
+        expected = "must block every rank until the last one has arrived"
+        expect(arrived, "Collectives.barrier", expected, "left early")
     calls.barrier(context.group)
     if context.rank == last:
         for round_ in range(2):
@@ -363,9 +359,8 @@ def handles_body(context: Context, backwards: bool) -> None:
     for i, output in enumerate(outputs):
         want = torch.tensor([10.0 * i + r for r in range(size)]).repeat_interleave(n)
         expect_close(output, want, "Handle.wait", f"collective {i} must be complete after it")
-    expect_close(
-        total, torch.full((n,), float(size)), "Handle.wait", "the all_reduce must be complete after it"
-    )
+    expected = "the all_reduce must be complete after it"
+    expect_close(total, torch.full((n,), float(size)), "Handle.wait", expected)
 
 
 def dropped_body(context: Context) -> None:
@@ -452,12 +447,8 @@ def groups_body(context: Context) -> None:
         group = calls.new_group(ranks, 10.0)
         members = list(range(size)) if ranks is None else ranks
         if context.rank not in members:
-            expect(
-                group is None,
-                "Collectives.new_group",
-                f"must be None on ranks outside {members}",
-                repr(group),
-            )
+            expected = f"must be None on ranks outside {members}"
+            expect(group is None, "Collectives.new_group", expected, repr(group))
             continue
         assert group is not None
         _check_group(context, calls, group, members)
@@ -523,12 +514,8 @@ def misfit_body(context: Context) -> None:
         expected = "a tensor whose storage was released must be refused"
         expect_raises(CollectiveError, f"Collectives.{name}", expected, call)
     calls.all_reduce(shard, context.group)
-    expect_close(
-        shard,
-        torch.full((4,), float(size)),
-        "Collectives.all_reduce",
-        "must still work after refusing arguments that do not fit",
-    )
+    expected = "must still work after refusing arguments that do not fit"
+    expect_close(shard, torch.full((4,), float(size)), "Collectives.all_reduce", expected)
 
 
 def fault_body(context: Context, fault: str, name: str) -> float:
@@ -549,12 +536,8 @@ def fault_body(context: Context, fault: str, name: str) -> float:
     expect_raises(CollectiveError, f"Collectives.{name}", f"a rank {fault}", call_and_meet)
     if waits:
         checked(context.accelerator).streams.synchronize()
-        expect_raises(
-            CollectiveError,
-            "Collectives.check",
-            f"a rank {fault}, wait is over and so is all work of the device",
-            lambda: calls.check(context.group),
-        )
+        expected = f"a rank {fault}, wait is over and so is all work of the device"
+        expect_raises(CollectiveError, "Collectives.check", expected, lambda: calls.check(context.group))
     seconds = time.monotonic() - started - context.group.timeout
     context.group.store.add("gave up", 1)
     return seconds

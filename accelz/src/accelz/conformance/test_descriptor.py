@@ -74,15 +74,10 @@ class DescriptorContract:
         """Exactly one installed backend has the name, its descriptor is read and its probe answers."""
         rows = [row for row in list_backends() if row.name == name]
         broken = [f"{row.distribution}: {row.reason}" for row in rows if row.status is Status.BROKEN]
-        expect(
-            not broken, "BackendDescriptor", "must be readable and its probe must answer", "; ".join(broken)
-        )
-        expect(
-            len(rows) == 1,
-            "BackendDescriptor.name",
-            "must belong to one backend only",
-            f"{len(rows)} have it",
-        )
+        expected = "must be readable and its probe must answer"
+        expect(not broken, "BackendDescriptor", expected, "; ".join(broken))
+        expected = "must belong to one backend only"
+        expect(len(rows) == 1, "BackendDescriptor.name", expected, f"{len(rows)} have it")
 
     @about("accelz_backend")
     def test_reading_it_imports_no_device_library(self, name: str) -> None:
@@ -111,12 +106,8 @@ class DescriptorContract:
         script = _PROBE_AND_FORK.format(name=name, load=load, local_rank=local_rank)
         *answers, status = _python(script, "BackendDescriptor.probe")
         came = ", ".join(str(a) for a in answers)
-        expect(
-            all(a == answers[0] for a in answers),
-            "BackendDescriptor.probe",
-            "must answer the same each time",
-            came,
-        )
+        expected = "must answer the same each time"
+        expect(all(a == answers[0] for a in answers), "BackendDescriptor.probe", expected, came)
         expect(
             status == 0,
             "BackendDescriptor.load" if load else "BackendDescriptor.probe",
@@ -149,9 +140,8 @@ class DescriptorContract:
         dtypes: object = capabilities.dtypes
         expect(isinstance(dtypes, frozenset), where, "dtypes must be a frozenset", type(dtypes).__name__)
         assert isinstance(dtypes, frozenset)
-        expect(
-            torch.float32 in dtypes, where, "dtypes must hold float32: master weights need it", str(dtypes)
-        )
+        expected = "dtypes must hold float32: master weights need it"
+        expect(torch.float32 in dtypes, where, expected, str(dtypes))
         floating = all(isinstance(d, torch.dtype) and d.is_floating_point for d in dtypes)
         expect(floating, where, "dtypes must be floating-point torch dtypes", str(dtypes))
 
@@ -202,12 +192,8 @@ class DescriptorContract:
         values = torch.arange(5.0, device=accelerator.device) * 2
         accelerator.flush()
         accelerator.streams.synchronize()
-        expect_close(
-            values,
-            torch.arange(5.0) * 2,
-            "Accelerator.flush",
-            "work queued before it must give the right result",
-        )
+        expected = "work queued before it must give the right result"
+        expect_close(values, torch.arange(5.0) * 2, "Accelerator.flush", expected)
         own = type(unguarded(accelerator)).flush is not Accelerator.flush
         expect(own, "Accelerator.flush", "a lazy_graph device must have its own", "the base's no-op")
 
@@ -223,12 +209,8 @@ class DescriptorContract:
         finally:
             cluster.stop()
         want = float(sum(range(size)))
-        expect(
-            got == [want] * size,
-            "Collectives.all_reduce",
-            f"ranks on one device must sum to {want}",
-            str(got),
-        )
+        expected = f"ranks on one device must sum to {want}"
+        expect(got == [want] * size, "Collectives.all_reduce", expected, str(got))
 
 
 class TestDescriptor(DescriptorContract):

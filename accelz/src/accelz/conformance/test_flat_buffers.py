@@ -212,12 +212,8 @@ class FlatBufferContract:
             loss = _forward(model, inputs, accelerator)
             self.release(accelerator, buffer)
             shapes = [tuple(p.shape) for p in model.parameters()]
-            expect(
-                shapes == [s.shape for s in buffer.slots],
-                "FlatBuffer.release",
-                "shapes must stay",
-                str(shapes),
-            )
+            expected = "shapes must stay"
+            expect(shapes == [s.shape for s in buffer.slots], "FlatBuffer.release", expected, str(shapes))
             self.refill(accelerator, buffer, values)
             with named("FlatBuffer.materialize", "backward through saved views must work"):
                 loss.backward()
@@ -239,9 +235,8 @@ class FlatBufferContract:
         enough = buffer.nbytes if exact else buffer.nbytes // 2
         came = f"{-more.device} bytes fewer are allocated on the device, {more.host} more in the process"
         gone = -more.device >= enough and more.host < buffer.nbytes // 2
-        expect(
-            gone, "FlatBuffer.release", f"must drop {buffer.nbytes} bytes", came, "resize the storage to 0"
-        )
+        expected = f"must drop {buffer.nbytes} bytes"
+        expect(gone, "FlatBuffer.release", expected, came, "resize the storage to 0")
         buffer.materialize()
         _expect_storage(buffer, "FlatBuffer.materialize")
         del held
@@ -253,16 +248,14 @@ class FlatBufferContract:
         buffer = self.flatten(accelerator, [parameter])
         values = buffer.data.clone()
         buffer.materialize()
-        expect_close(
-            buffer.data, values, "FlatBuffer.materialize", "a materialized buffer must keep its content"
-        )
+        expected = "a materialized buffer must keep its content"
+        expect_close(buffer.data, values, "FlatBuffer.materialize", expected)
         self.release(accelerator, buffer)
         self.release(accelerator, buffer)
         self.refill(accelerator, buffer, values)
         buffer.materialize()
-        expect_close(
-            parameter, torch.arange(100.0), "FlatBuffer.materialize", "parameters must see the new bytes"
-        )
+        expected = "parameters must see the new bytes"
+        expect_close(parameter, torch.arange(100.0), "FlatBuffer.materialize", expected)
 
     @about("FlatBufferStrategy.flatten")
     def test_empty_parameters_and_buffers(self, accelerator: Accelerator) -> None:
@@ -271,13 +264,11 @@ class FlatBufferContract:
         buffer = accelerator.flat_buffers.flatten([parameter], [Slot(0, (0, 3), (3, 1), 0)], 0, torch.float32)
         for call in (buffer.release, buffer.materialize, buffer.bind, buffer.release):
             call()
-            expect(
-                tuple(parameter.shape) == (0, 3), "FlatBuffer", "a zero-sized parameter must keep its shape"
-            )
+            expected = "a zero-sized parameter must keep its shape"
+            expect(tuple(parameter.shape) == (0, 3), "FlatBuffer", expected)
         none = accelerator.flat_buffers.flatten([], [], 16, torch.float32)
-        expect_close(
-            none.data, torch.zeros(16), "FlatBufferStrategy.flatten", "a buffer of no parameters is 0"
-        )
+        expected = "a buffer of no parameters is 0"
+        expect_close(none.data, torch.zeros(16), "FlatBufferStrategy.flatten", expected)
 
     @about("FlatBufferStrategy.empty_like", "FlatBuffer.bind")
     @over_dtypes(torch.bfloat16, torch.float16)
@@ -362,13 +353,11 @@ class FlatBufferContract:
         where = "Capabilities.host_data_assignment"
         with named(where, "a device Parameter must take host data"):
             parameter.data = torch.full((5,), 2.0)
-        expect(
-            parameter.device.type == "cpu", where, "the Parameter must be on the host", str(parameter.device)
-        )
+        expected = "the Parameter must be on the host"
+        expect(parameter.device.type == "cpu", where, expected, str(parameter.device))
         parameter.data = torch.full((5,), 3.0, device=accelerator.device)
-        expect(
-            parameter.device == accelerator.device, where, "must be back on the device", str(parameter.device)
-        )
+        expected = "must be back on the device"
+        expect(parameter.device == accelerator.device, where, expected, str(parameter.device))
         expect_close(parameter, torch.full((5,), 3.0), where, "must have the value set last")
 
 

@@ -148,9 +148,8 @@ class KernelContract:
         hosts = [torch.randn(n).to(d) for n, d in zip((1025, 7, 0, 333), dtypes, strict=False)]
         got = accelerator.kernels.norm_and_nonfinite([h.to(accelerator.device) for h in hosts])
         want = sum(h.double().square().sum() for h in hosts)
-        expect_close(
-            got[0], torch.as_tensor(want), "Kernels.norm_and_nonfinite", "the sum over all", rtol=1e-4
-        )
+        expected = "the sum over all"
+        expect_close(got[0], torch.as_tensor(want), "Kernels.norm_and_nonfinite", expected, rtol=1e-4)
 
     @about("Kernels.norm_and_nonfinite")
     def test_norm_over_many_tensors(self, accelerator: Accelerator) -> None:
@@ -201,13 +200,8 @@ class KernelContract:
                 factor = None if scale is None else _scalar(scale, accelerator.device)
                 accelerator.kernels.scale_cast(output.view, source.view, factor)
                 exact = host.float() if scale is None else host.float() * torch.tensor(scale)
-                expect_close(
-                    output.view,
-                    exact.to(dtype),
-                    where,
-                    "must be source * scale, rounded once",
-                    rtol=2 * EPS32,
-                )
+                expected = "must be source * scale, rounded once"
+                expect_close(output.view, exact.to(dtype), where, expected, rtol=2 * EPS32)
                 expect_close(source.view, host, where, "source must not be written")
                 output.check(where, "output")
 
@@ -322,9 +316,8 @@ class KernelContract:
             hit = torch.arange(1000) // 256 == place // 256
             wanted_scales = torch.full((4,), 1 / LIMITS[codes_dtype])
             wanted_scales[place // 256] = float("nan")
-            expect_close(
-                scales, wanted_scales, "Kernels.quantise", "NaN for this block alone", rtol=4 * EPS32
-            )
+            expected = "NaN for this block alone"
+            expect_close(scales, wanted_scales, "Kernels.quantise", expected, rtol=4 * EPS32)
             want = torch.where(hit, torch.nan, 1.0)
             expect_close(back, want, "Kernels.dequantise", "must be NaN in this block alone", rtol=4 * EPS32)
 

@@ -148,15 +148,13 @@ class MemoryContract:
         del block
         after = self.settled(accelerator)
         grown = after.peak - before.allocated
-        expect(
-            grown > 0.9 * self.nbytes, "Memory.stats", f"peak must hold {self.nbytes} more", f"{grown} more"
-        )
+        expected = f"peak must hold {self.nbytes} more"
+        expect(grown > 0.9 * self.nbytes, "Memory.stats", expected, f"{grown} more")
         accelerator.memory.reset_peak()
         fresh = accelerator.memory.stats()
         above = fresh.peak - fresh.allocated
-        expect(
-            above < 0.5 * self.nbytes, "Memory.reset_peak", "peak must start from allocated", f"{above} above"
-        )
+        expected = "peak must start from allocated"
+        expect(above < 0.5 * self.nbytes, "Memory.reset_peak", expected, f"{above} above")
 
     @about("Memory.trim")
     def test_trim_keeps_live_data(self, accelerator: Accelerator) -> None:
@@ -206,9 +204,8 @@ class MemoryContract:
             copies.append(target.clone())
         accelerator.streams.synchronize()
         for i, copy in enumerate(copies):
-            expect_close(
-                copy, torch.full((MIB,), float(i)), "Memory.empty_host", f"copy {i} must be in order"
-            )
+            expected = f"copy {i} must be in order"
+            expect_close(copy, torch.full((MIB,), float(i)), "Memory.empty_host", expected)
 
 
 class TestMemory(MemoryContract):

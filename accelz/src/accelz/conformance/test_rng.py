@@ -69,9 +69,8 @@ class RngContract:
         self.draw(accelerator)
         expect_close(state, kept, "Rng.get_state", "must not change with later draws", do="return a copy")
         accelerator.rng.set_state(kept)
-        expect_close(
-            accelerator.rng.get_state(), kept, "Rng.set_state", "get_state() must return what was set"
-        )
+        expected = "get_state() must return what was set"
+        expect_close(accelerator.rng.get_state(), kept, "Rng.set_state", expected)
 
     @about("Rng.seed", "Rng.get_state", "Rng.set_state")
     def test_the_generator_is_that_of_the_bound_device(self, accelerator: Accelerator) -> None:

@@ -46,9 +46,8 @@ class StreamsContract:
             inside = torch.arange(100.0, device=accelerator.device) * 2
             event = side.record()
         streams.current().wait(event)
-        expect_close(
-            inside + 1, torch.arange(100.0) * 2 + 1, "Streams.use", "work inside must give the right result"
-        )
+        expected = "work inside must give the right result"
+        expect_close(inside + 1, torch.arange(100.0) * 2 + 1, "Streams.use", expected)
 
     @about("Streams.keep_alive")
     def test_keep_alive_is_harmless(self, accelerator: Accelerator) -> None:
@@ -72,10 +71,7 @@ class StreamsContract:
     @about("Streams.synchronize")
     def test_synchronize_waits_for_everything(self, accelerator: Accelerator) -> None:
         """After synchronize() every event recorded before is done, whatever its stream."""
-        side = accelerator.streams.new()
-        with accelerator.streams.use(side):
-            long_work(accelerator, LONG_SECONDS / 3)
-            event = side.record()
+        event = _event_behind_long_work(accelerator, accelerator.streams.new())
         accelerator.streams.synchronize()
         expect(event.done(), "Streams.synchronize", "must wait for all streams", "an event is still pending")
 
@@ -84,9 +80,7 @@ class StreamsContract:
     def test_operations_return_before_they_are_done(self, accelerator: Accelerator) -> None:
         """On an asynchronous device, operations return before the work they queued is finished."""
         long_work(accelerator, LONG_SECONDS)
-        event = accelerator.streams.current().record()
-        pending = not event.done()
-        accelerator.streams.synchronize()
+        pending = _still_pending(accelerator, accelerator.streams.current().record())
         do = (
             "let done() ask the device, or declare asynchronous=False if operations on the default stream "
             "are done when they return"
@@ -98,8 +92,7 @@ class StreamsContract:
     def test_an_event_is_not_done_before_its_work(self, accelerator: Accelerator) -> None:
         """An event on a side stream is not done while the work before it is running."""
         event = _event_behind_long_work(accelerator, accelerator.streams.new())
-        pending = not event.done()
-        accelerator.streams.synchronize()
+        pending = _still_pending(accelerator, event)
         expect(pending, "Event.done", "must be False while the work before it runs", "True")
 
     @about("Event.synchronize")
@@ -119,8 +112,7 @@ class StreamsContract:
         side = accelerator.streams.new()
         with accelerator.streams.use(side):
             long_work(accelerator, LONG_SECONDS / 3)
-        pending = not side.record().done()
-        accelerator.streams.synchronize()
+        pending = _still_pending(accelerator, side.record())
         came = "the event of a busy stream, recorded outside `use`, was done at once"
         expect(pending, "Stream.record", "must come after this stream's work, not the current stream's", came)
 
@@ -132,8 +124,7 @@ class StreamsContract:
         with streams.use(streams.new()):
             long_work(accelerator, LONG_SECONDS / 3)
             event = streams.current().record()
-        pending = not event.done()
-        streams.synchronize()
+        pending = _still_pending(accelerator, event)
         came = "its event came before the work queued there"
         expect(pending, "Streams.current", "must be the stream in use, inside `use`", came)
 
@@ -153,8 +144,7 @@ class StreamsContract:
                 if raises:
                     raise ZeroDivisionError
             torch.ones(1, device=accelerator.device).item()
-            overtook = not slow.done()
-        streams.synchronize()
+            overtook = _still_pending(accelerator, slow)
         came = "an operation after it waited for the stream that was left"
         expect(overtook, "Streams.use", "must restore the previous stream", came)
 
@@ -167,18 +157,14 @@ class StreamsContract:
         with streams.use(free):
             torch.ones(1, device=accelerator.device)  # whatever a first use costs
         streams.synchronize()
-        with streams.use(busy):
-            long_work(accelerator, LONG_SECONDS)
-            slow = busy.record()
+        slow = _event_behind_long_work(accelerator, busy, LONG_SECONDS)
         with streams.use(free):
             torch.ones(1, device=accelerator.device)
             quick = free.record()
         quick.synchronize()
-        overtook = not slow.done()
-        streams.synchronize()
-        expect(
-            overtook, "Streams.new", "must return a separate queue", "a second stream waited for the first"
-        )
+        overtook = _still_pending(accelerator, slow)
+        expected = "must return a separate queue"
+        expect(overtook, "Streams.new", expected, "a second stream waited for the first")
 
     @about("Stream.wait", "Stream.record")
     @needs("streams")
@@ -208,8 +194,7 @@ class StreamsContract:
         streams = accelerator.streams
         event = _event_behind_long_work(accelerator, streams.new())
         streams.new().wait(event)
-        pending = not event.done()
-        streams.synchronize()
+        pending = _still_pending(accelerator, event)
         expect(pending, "Stream.wait", "must not block the host", "the event was done when it returned")
 
     @about("Memory.empty_host")
@@ -226,8 +211,7 @@ class StreamsContract:
             long_work(accelerator, LONG_SECONDS / 3)
             target.copy_(source, non_blocking=True)
             event = side.record()
-        pending = not event.done()
-        streams.synchronize()
+        pending = _still_pending(accelerator, event)
         came = "the host waited for it, as for pageable memory"
         expect(pending, "Memory.empty_host", "must be page-locked: a copy must not block the host", came)
         want = torch.full((1 << 20,), 2.0 if back else 1.0)
@@ -261,10 +245,19 @@ def _timed_long_work(accelerator: Accelerator) -> tuple[float, float]:
     return later.seconds_since(earlier), limit
 
 
-def _event_behind_long_work(accelerator: Accelerator, stream: Stream) -> Event:
+def _event_behind_long_work(
+    accelerator: Accelerator, stream: Stream, seconds: float = LONG_SECONDS / 3
+) -> Event:
     with accelerator.streams.use(stream):
-        long_work(accelerator, LONG_SECONDS / 3)
+        long_work(accelerator, seconds)
         return stream.record()
+
+
+def _still_pending(accelerator: Accelerator, event: Event) -> bool:
+    """Whether the work before an event is not done yet; then wait for it and all other work."""
+    pending = not event.done()
+    accelerator.streams.synchronize()
+    return pending
 
 
 def _part_with_what_is_read(accelerator: Accelerator, drop: Callable[[Tensor], object]) -> None:
