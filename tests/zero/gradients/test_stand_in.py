@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import zero
 from accelz.conformance.cluster import Clusters, Context
 from tests.zero.helpers.models import fresh, language_loss
-from tests.zero.helpers.training import adamw
+from tests.zero.helpers.training import adamw, where_kernels_are
 
 STEPS = 3
 Use = Callable[[nn.Module], Any]
@@ -104,7 +104,7 @@ def averaged(model: nn.Module, step: int, ranks: int) -> None:
 
 def reference(context: Context, use: Use, micro_steps: int) -> tuple[dict[str, Tensor], list[Any]]:
     """The weights after unsharded training on the batches of all ranks, and what `use` returned."""
-    model = fresh().to(context.accelerator.device)
+    model = where_kernels_are(context, fresh())
     optimizer = adamw(model)
     told = []
     for step in range(STEPS):
@@ -167,7 +167,7 @@ READINGS: dict[str, Use] = {
         each.tolist() for each in torch.load(saved([p.grad for p in with_gradient(m)]), weights_only=True)
     ],
     "deep copies": lambda m: [copy.deepcopy(p.grad).tolist() for p in with_gradient(m)],
-    "facts": lambda m: [(p.grad.shape, p.grad.dtype, p.grad.device.type) for p in with_gradient(m)],
+    "facts": lambda m: [(p.grad.shape, p.grad.dtype, p.grad.device == p.device) for p in with_gradient(m)],
 }
 
 
@@ -179,7 +179,7 @@ def saved(values: Any) -> io.BytesIO:
 
 
 def readings_body(context: Context, stage: int) -> None:
-    plain = fresh().to(context.accelerator.device)
+    plain = where_kernels_are(context, fresh())
     averaged(plain, 0, context.size)
     model = fresh()
     engine = zero.initialize(model, adamw(model), zero.Config(timeout=30, stage=stage))

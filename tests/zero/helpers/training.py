@@ -119,7 +119,7 @@ def train_reference(
     clip: float | None = None,
 ) -> Run:
     """The same with DistributedDataParallel on a copy of `model`."""
-    model = _where_kernels_are(context, copy.deepcopy(model))
+    model = where_kernels_are(context, copy.deepcopy(model))
     wrapped = _Wrapped(model, loss)
     parallel = DistributedDataParallel(wrapped, find_unused_parameters=True)
     optimize = optimizer(model)
@@ -148,7 +148,7 @@ def train_averaging(
 
     Gradients are averaged after backward; a parameter that no rank used keeps `grad = None`.
     """
-    model = _where_kernels_are(context, copy.deepcopy(model))
+    model = where_kernels_are(context, copy.deepcopy(model))
     optimize = optimizer(model)
     run = Run()
     for step in range(steps):
@@ -185,7 +185,7 @@ def train_mixed_reference(
     dtype: torch.dtype,
 ) -> Run:
     """Unsharded training with 16-bit weights and gradients, fp32 masters and fp32 optimizer state."""
-    _where_kernels_are(context, model)
+    where_kernels_are(context, model)
     narrow = copy.deepcopy(model)
     for parameter in narrow.parameters():
         parameter.data = parameter.data.to(dtype)
@@ -206,7 +206,7 @@ def train_mixed_reference(
     return run
 
 
-def _where_kernels_are(context: Context, model: nn.Module) -> nn.Module:
+def where_kernels_are(context: Context, model: nn.Module) -> nn.Module:
     """Move the model to the device, whose kernels may round differently from the host's.
 
     The simulated device computes on the host, so there the model is left where it is.

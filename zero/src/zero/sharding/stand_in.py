@@ -58,7 +58,7 @@ class GradientStandIn(Tensor):
     answers: ClassVar[Mapping[Callable[..., Any], Answer]] = {}
 
     @staticmethod
-    def __new__(cls, parameter: nn.Parameter, held: object = None) -> Self:
+    def __new__(cls, parameter: nn.Parameter, held: HeldGradient | None) -> Self:
         made: Self = Tensor._make_wrapper_subclass(
             cls,
             parameter.shape,
@@ -147,19 +147,20 @@ class _Place:
 
 
 class StandIns:
-    """Puts stand-ins in place of gradients, and takes them away. make: makes one for a parameter."""
+    """Puts stand-ins in place of gradients, and takes them away."""
 
-    def __init__(self, make: Callable[[nn.Parameter], Tensor]) -> None:
-        self._make = make
+    def __init__(self, kind: type[GradientStandIn]) -> None:
+        self._kind = kind
         self._made: dict[nn.Parameter, Tensor] = {}
         self._places: dict[nn.Parameter, _Place] = {}
         self._shown: list[nn.Parameter] = []
 
-    def show(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Set the `grad` of each of these parameters to its stand-in."""
+    def show(self, parameters: Iterable[nn.Parameter], held: HeldGradient | None = None) -> None:
+        """Set the `grad` of each of these parameters to its stand-in. held: what stands behind them, always
+        the same; None: they only refuse."""
         with torch._C.DisableTorchFunctionSubclass():  # `grad` of a sharded parameter, without its guard
             for parameter in parameters:
-                parameter.grad = self._of(parameter)
+                parameter.grad = self._of(parameter, held)
                 self._shown.append(parameter)
 
     def removed(self) -> list[nn.Parameter]:
@@ -178,10 +179,10 @@ class StandIns:
                 parameter.grad = None
         self._shown.clear()
 
-    def _of(self, parameter: nn.Parameter) -> Tensor:
+    def _of(self, parameter: nn.Parameter, held: HeldGradient | None) -> Tensor:
         made = self._made.get(parameter)
         if made is None or made.dtype is not parameter.dtype or made.device != parameter.device:
-            made = self._made[parameter] = self._make(parameter)
+            made = self._made[parameter] = self._kind(parameter, held)
             place = self._places.setdefault(parameter, _Place(parameter))
             made.__dict__["_place"] = weakref.ref(place)
         return made

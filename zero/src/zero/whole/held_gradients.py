@@ -56,8 +56,8 @@ class HeldGradients:
         self._optimizer = optimizer
         self._param_group_of = param_group_of
         self._changes = changes
-        self._stand_ins = StandIns(partial(ShardedGradient, held=self))
-        self._of_pieces = StandIns(partial(PieceGradient, held=self))
+        self._stand_ins = StandIns(ShardedGradient)
+        self._of_pieces = StandIns(PieceGradient)
         self._multipliers: dict[nn.Parameter, tuple[Multiplier, ...]] = {}
         self._pieces: dict[GroupGradients, Tensor] = {}
         self._norms: dict[float, tuple[Tensor, ...]] = {}  # of the slices' sums, by order and parameter
@@ -113,8 +113,8 @@ class HeldGradients:
 
     def show(self) -> None:
         """Put stand-ins in place of gradients: the last backward of a step is over."""
-        self._stand_ins.show(self._reducer.used())
-        self._of_pieces.show(self._optimizer.installed.first_of(self._reducer.all))
+        self._stand_ins.show(self._reducer.used(), self)
+        self._of_pieces.show(self._optimizer.installed.first_of(self._reducer.all), self)
 
     def hide(self) -> None:
         """Take them away: there are no gradients any more."""
