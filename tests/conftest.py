@@ -45,7 +45,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.getoption("--quick"):
         _keep(config, items, _is_quick)
     if config.getoption("--device") != "cpu":
-        _keep(config, items, lambda item: bool({"device", "cluster"} & _fixtures(item)))
+        _keep(config, items, _touches_the_device)
     items.sort(key=lambda item: item.parent is None or item.parent.get_closest_marker("slow") is None)
 
 
@@ -58,6 +58,10 @@ def _is_quick(item: pytest.Item) -> bool:
     if item.get_closest_marker("quick"):
         return True
     return not item.get_closest_marker("slow") and not RANKS & _fixtures(item)
+
+
+def _touches_the_device(item: pytest.Item) -> bool:
+    return bool({"device", "cluster"} & _fixtures(item)) and not item.get_closest_marker("host")
 
 
 def _fixtures(item: pytest.Item) -> set[str]:

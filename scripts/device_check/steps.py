@@ -40,13 +40,7 @@ SANITIZED = {"cuda": "scripts.device_check.sanitized"}
 COPIES = ("copy", "host to device", "device to host")
 """What is measured besides kernels: copies on the device, and over the link to the host."""
 ENGINE_TESTS = ("tests/zero",)
-WITHOUT_A_DEVICE = (
-    "tests/zero/consolidate",
-    "tests/zero/checkpoint/test_crashes.py",
-    "tests/zero/checkpoint/test_damage.py",
-    "tests/zero/checkpoint/test_kills.py",
-)
-"""Tests of files that take minutes, and are the same on any device."""
+QUICK_ENGINE_TESTS = ("tests/zero/communication/test_traffic.py",)
 HOST_OPTIMIZER = "accelz_cpu.native_kernels.NativeKernels"
 
 # If memory cannot hold all peers at once, every turn is a launch of its own; so there are fewer rounds.
@@ -183,14 +177,12 @@ def compiled(plan: Plan) -> Outcome:
 
 def engine(plan: Plan) -> Outcome:
     """Run zero's own tests on the device, with one rank and with several that share it."""
-    paths = list(plan.tests or ENGINE_TESTS)
+    paths = list(plan.tests or (QUICK_ENGINE_TESTS if plan.quick else ENGINE_TESTS))
     options = ["--device", plan.device, "--max-ranks", str(plan.ranks)]
-    options += [f"--ignore={path}" for path in WITHOUT_A_DEVICE if path not in paths]
     options += (
         ["-p", "xdist.plugin", "-n", str(plan.workers), "--dist", "worksteal"] if plan.workers > 1 else []
     )
-    only = plan.only or ("test_traffic" if plan.quick else "")
-    outcome = _pytest(plan, "engine", LONGEST, paths, *options, *(["-k", only] if only else []))
+    outcome = _pytest(plan, "engine", LONGEST, paths, *options, *(["-k", plan.only] if plan.only else []))
     most = f"up to {plan.ranks} rank{'s' if plan.ranks > 1 else ''}"
     outcome.part = " ".join(filter(None, [*plan.tests, plan.only, most]))
     return outcome

@@ -27,6 +27,8 @@ from tests.zero.helpers.training import adamw
 from zero.files.reader import complete, find
 from zero.files.storage import DISK
 
+pytestmark = [pytest.mark.slow, pytest.mark.host]  # starts programs
+
 STEPS = 24  # of a run
 ALONE = 0.2  # seconds that a survivor goes on
 

@@ -15,7 +15,7 @@ from tests.zero.helpers.told import raised
 from zero.files.reader import complete
 from zero.files.storage import DISK
 
-pytestmark = pytest.mark.slow  # starts programs
+pytestmark = [pytest.mark.slow, pytest.mark.host]  # starts programs
 
 ENDS = """
 import sys, threading, time

@@ -19,6 +19,8 @@ from tests.zero.helpers.models import features
 from tests.zero.helpers.training import adamw
 from zero.communication.job import join
 
+pytestmark = pytest.mark.host
+
 
 def accelerator(init: Callable[[float], Any]) -> Any:
     return SimpleNamespace(bind=lambda index: None, collectives=SimpleNamespace(init=init))

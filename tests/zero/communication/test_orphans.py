@@ -30,7 +30,7 @@ from tests.zero.helpers.training import adamw
 from tests.zero.helpers.waiting import wait_until
 from zero.communication.launch import Launch
 
-pytestmark = pytest.mark.slow  # starts programs
+pytestmark = [pytest.mark.slow, pytest.mark.host]  # starts programs
 
 
 def orphaned_body(context: Context, outlive: bool) -> tuple[int, str]:

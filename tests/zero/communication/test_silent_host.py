@@ -28,7 +28,7 @@ from zero.communication.communicator import Communicator
 from zero.communication.reports import Failure, Reports
 from zero.communication.waits import Waits
 
-pytestmark = pytest.mark.slow  # starts programs
+pytestmark = [pytest.mark.slow, pytest.mark.host]  # starts programs
 
 TIMEOUT = 4.0
 

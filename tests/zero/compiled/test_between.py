@@ -256,7 +256,7 @@ def settings_body(context: Context) -> dict[str, tuple[list[Tensor], list[Tensor
     return found
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.host), 2])
 def test_several_forwards_train_alike_with_other_settings(cluster: Clusters, size: int) -> None:
     for found in cluster(size).run(settings_body, limit=200):
         for name, (eager, compiled) in found.items():

@@ -232,6 +232,7 @@ def graphs_body(context: Context) -> list[int]:
     return counts
 
 
+@pytest.mark.host
 def test_graphs_go_with_their_engine(cluster: Clusters) -> None:
     """Dynamo would keep them, and what they hold, for as long as the process runs."""
     for first, second, third in cluster(2).run(graphs_body):
@@ -246,6 +247,7 @@ def writing_body(context: Context) -> str:
     return str(caught.value)
 
 
+@pytest.mark.host
 def test_a_forward_that_writes_to_a_parameter_is_refused(cluster: Clusters) -> None:
     for message in cluster(2).run(writing_body):
         assert "layer.weight" in message
@@ -258,6 +260,7 @@ def disagreeing_body(context: Context) -> str:
     return str(caught.value)
 
 
+@pytest.mark.host
 def test_ranks_have_the_same_budgets(cluster: Clusters) -> None:
     """Other budgets would be other gathers."""
     for message in cluster(2).run(disagreeing_body):
@@ -280,6 +283,7 @@ def hooks_body(context: Context) -> list[str]:
     return said
 
 
+@pytest.mark.host
 def test_hooks_on_parameters_are_refused(cluster: Clusters) -> None:
     for said in cluster(2).run(hooks_body):
         assert len(said) == 2
@@ -296,6 +300,7 @@ def test_settings() -> None:
         zero.Compile(prefetch_budget="much")
 
 
+@pytest.mark.host
 def test_explain_is_about_compiled_models(cluster: Clusters) -> None:
     assert all(cluster(1).run(explain_body))
 

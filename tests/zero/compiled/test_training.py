@@ -197,6 +197,7 @@ def recomputed_body(context: Context) -> list[bool]:
     return model.compiled
 
 
+@pytest.mark.host
 def test_what_a_checkpoint_recomputes_runs_as_it_did(cluster: Clusters) -> None:
     """Units are compiled when no backward may recompute what ran without."""
     for compiled in cluster(1).run(recomputed_body):
@@ -297,6 +298,7 @@ def untraced_body(context: Context) -> dict[str, tuple[bool, int]]:
     return found
 
 
+@pytest.mark.host
 def test_what_depends_on_values_goes_unit_by_unit(cluster: Clusters) -> None:
     for rank, found in enumerate(cluster(2).run(untraced_body)):
         assert found == {"Routed": (True, rank == 0), "Looking": (True, rank == 0)}
@@ -357,6 +359,7 @@ def compiled_outside_body(context: Context) -> dict[str, Any]:
     return found | {"mode": engine.explain().mode}
 
 
+@pytest.mark.host
 def test_programs_compile_what_is_around_the_model(cluster: Clusters) -> None:
     for found in cluster(2).run(compiled_outside_body):
         assert found["compiled"] == found["eager"]

@@ -18,6 +18,8 @@ from tests.zero.helpers.models import LanguageModel
 from tests.zero.helpers.training import adamw
 from zero.consolidate import Options, consolidate, convert, open_source, verify
 
+pytestmark = pytest.mark.host
+
 
 @pytest.fixture
 def model() -> Model:

@@ -23,6 +23,7 @@ from zero.sources.zero_checkpoint import ZeroSource
 RANKS = 2
 JOB = "tests.zero.helpers.deepspeed_job"
 pytestmark = [
+    pytest.mark.host,
     pytest.mark.skipif(
         importlib.util.find_spec("deepspeed") is None,
         reason="DeepSpeed is not installed: pip install -r benchmarks/requirements-peers.txt",

@@ -19,6 +19,8 @@ from zero.consolidate.universal import export_universal
 from zero.files.manifest import LossScaleEntry
 from zero.sources.zero_checkpoint import ZeroSource
 
+pytestmark = pytest.mark.host
+
 TAG = "global_step3_universal"
 
 

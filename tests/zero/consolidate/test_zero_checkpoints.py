@@ -15,6 +15,8 @@ from tests.zero.helpers import saved
 from zero.consolidate import Options, consolidate, open_source, verify
 from zero.files.reader import Checkpoint
 
+pytestmark = pytest.mark.host
+
 Saved = Callable[..., Path]
 SMALL = Options(workers=3, memory=3 * 147_456)  # the smallest chunks there are
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
