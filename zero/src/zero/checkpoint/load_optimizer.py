@@ -68,7 +68,7 @@ class OptimizerLoad:
             if entry is None and spec.name in self._sources:
                 missing[spec.name] = None
             elif entry is not None and not self._state_fits(
-                entry, piece, spec.numel, stepped.count is not None
+                entry, piece, spec.numel, stepped.rule is not None
             ):
                 other[f"{spec.name} ({', '.join(entry.state)})"] = None
         raise_for(
@@ -154,7 +154,7 @@ class OptimizerLoad:
         for stepped, piece, _, entry in self._pieces():
             if entry is not None:
                 self._fill_piece(stepped, piece, entry)
-            if stepped.count is not None:
+            if stepped.rule is not None:
                 self._note_steps(piece)
         for mine, saved in self._options.items():
             take(self._optimizer.param_groups[mine], saved)
@@ -174,7 +174,7 @@ class OptimizerLoad:
 
     def _fill_piece(self, stepped: SteppedSubGroup, piece: SteppedPiece, entry: ParameterEntry) -> None:
         state = self._optimizer.state[piece.parameter]
-        if stepped.count is None:
+        if stepped.rule is None:
             state.clear()  # state that the checkpoint lacks did not exist yet
         elif not entry.state:  # never stepped, for which a kernel's state is zero
             for value in state.values():
@@ -182,7 +182,7 @@ class OptimizerLoad:
                     values.zero_()
         for key in entry.state:
             self._fill_state(key, stepped, piece, entry)
-        for key, value in entry.values.items() if stepped.count is None else ():
+        for key, value in entry.values.items() if stepped.rule is None else ():
             state[key] = moved(key, self._reader.decode(value), piece.parameter, stepped.master.device)
 
     def _fill_state(

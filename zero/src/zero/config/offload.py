@@ -11,7 +11,7 @@ from pydantic import Field, field_validator, model_validator
 from zero.config.paths import as_path
 from zero.config.validated import Converted, Validated, as_bytes, held
 
-Tier = Literal["device", "host", "disk"]
+TierName = Literal["device", "host", "disk"]
 Kind = Literal["optimizer", "params", "gradients", "activations"]
 
 
@@ -69,10 +69,10 @@ class Offload(Validated):
 
     measured: ClassVar[bool] = False
 
-    optimizer: Tier = "device"
+    optimizer: TierName = "device"
     step: Literal["host", "device"] = "host"
-    params: Tier = "device"
-    gradients: Tier | None = None
+    params: TierName = "device"
+    gradients: TierName | None = None
     activations: Literal["device", "host"] = "device"
     fraction: Converted[Parts, Parts | float | Mapping[str, float]] = held(Parts())
     host_budget: Converted[Budgets, Budgets | int | str | Mapping[str, int | str] | None] = held(Budgets())
@@ -175,4 +175,4 @@ class MeasuredOffload(Offload):
 
     measured: ClassVar[bool] = True
 
-    optimizer: Tier = "host"
+    optimizer: TierName = "host"

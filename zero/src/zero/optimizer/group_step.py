@@ -50,7 +50,7 @@ def step_sub_group(
 
     gradient: (numel,). narrow: 16-bit, of the same shape; receives the weights. All are on one device.
     """
-    rule, steps, missed = stepped.rule, stepped.counted.steps, stepped.missing(used)
+    rule, steps, missed = stepped.rule, stepped.steps, stepped.missing(used)
     assert rule is not None
     calls = [
         (first, window, rule.options(param_groups[stepped.pieces[first].param_group]))
@@ -58,6 +58,7 @@ def step_sub_group(
     ]
     if rule.counts:
         _count(steps, missed, factors.skip)
+        stepped.remember(missed)
     for first, window, options in calls:
         moments = {n: m[window] for n, m in zip(rule.moments, state.moments, strict=True)}
         update = rule.update(
@@ -70,7 +71,6 @@ def step_sub_group(
             **{**moments, **options},
         )
         take_step(kernels, update)
-    stepped.remember(missed)
     return [window for _, window, _ in calls]
 
 

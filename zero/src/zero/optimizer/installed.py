@@ -14,7 +14,7 @@ from zero.optimizer.joint import members
 from zero.optimizer.kernel_rules import Rule
 from zero.optimizer.piece_state import moved, tensors_beside
 from zero.optimizer.pieces import shaped, show, sliced
-from zero.optimizer.stepped import ReducedGradients, SteppedPiece, SteppedSubGroup
+from zero.optimizer.stepped import StepGradients, SteppedPiece, SteppedSubGroup
 from zero.sharding.flat_group import FlatGroup
 from zero.tiers.stored import Stored
 
@@ -56,7 +56,7 @@ class InstalledPieces:
         each = (group for optimizer in members(self._optimizer) for group in optimizer.param_groups)
         return [len(group["params"]) for group in each]
 
-    def first_of(self, gradients: Iterable[ReducedGradients]) -> Iterable[nn.Parameter]:
+    def first_of(self, gradients: Iterable[StepGradients]) -> Iterable[nn.Parameter]:
         """One piece in each param_group, of a parameter that has a gradient."""
         found: dict[int, nn.Parameter] = {}
         for have in gradients:
@@ -121,7 +121,7 @@ class InstalledPieces:
 def _views(stepped: SteppedSubGroup, index: int, rule: Rule) -> dict[str, Any]:
     """A piece's part of the flat state; for moments on disk, their places there."""
     piece = stepped.pieces[index].piece
-    state: dict[str, Any] = {"step": stepped.counted.steps[index]} if rule.counts else {}
+    state: dict[str, Any] = {"step": stepped.steps[index]} if rule.counts else {}
     for name, moment in zip(rule.moments, stepped.record.moments, strict=True):
         state[name] = (
             moment[piece.shard_slice] if isinstance(moment, Stored) else shaped(moment, stepped.group, piece)

@@ -22,7 +22,7 @@ from zero.errors import OptimizerError
 from zero.optimizer.joint import name_of
 from zero.optimizer.parameter_exchange import ParameterExchange
 from zero.optimizer.pieces import bind, shaped, show
-from zero.optimizer.stepped import ReducedGradients, SteppedSubGroup, Turn
+from zero.optimizer.stepped import StepGradients, SteppedSubGroup, Turn
 from zero.ranges import in_range
 from zero.sharding.stand_in import PieceGradient, StandIns
 from zero.tiers.room import room_for
@@ -128,7 +128,7 @@ class SelfStepping:
         """Whether values arrive where the optimizer has them, and as it has them."""
         return target.device == self._accelerator.device and values.dtype is target.dtype and scale is None
 
-    def _arrive(self, stepped: SteppedSubGroup, have: ReducedGradients, scale: Tensor | None) -> None:
+    def _arrive(self, stepped: SteppedSubGroup, have: StepGradients, scale: Tensor | None) -> None:
         """Bring what a sub-group is stepped with: its gradients, and the whole parameters if these are
         stepped."""
         if stepped.routes is None:
@@ -139,7 +139,7 @@ class SelfStepping:
         self._assemble(stepped, stepped.sub.of(have.slice.get()), self._wide[stepped], scale)
         self._give(stepped, have, self._wide[stepped])
 
-    def _slice(self, stepped: SteppedSubGroup, have: ReducedGradients, scale: Tensor | None) -> Tensor:
+    def _slice(self, stepped: SteppedSubGroup, have: StepGradients, scale: Tensor | None) -> Tensor:
         """The gradients of a sub-group's pieces, one after another, in the memory and dtype of the master."""
         master = stepped.master
         came = fetch(stepped.sub.of(have.slice.get()), stepped.master.device, self._communicator)
@@ -150,7 +150,7 @@ class SelfStepping:
         self.gradient_bytes += self._on_device(wide)
         return wide
 
-    def _give(self, stepped: SteppedSubGroup, have: ReducedGradients, gradient: Tensor) -> None:
+    def _give(self, stepped: SteppedSubGroup, have: StepGradients, gradient: Tensor) -> None:
         for piece in stepped.pieces:
             if piece.piece.index in have.used:
                 self._gradients[piece.parameter] = shaped(gradient, stepped.group, piece.piece)

@@ -32,7 +32,7 @@ from zero.optimizer.pieces import stepped_sub_groups
 from zero.optimizer.record_streamer import RecordStreamer
 from zero.optimizer.refused_calls import refuse_calls
 from zero.optimizer.self_stepping import SelfStepping
-from zero.optimizer.stepped import ReducedGradients, StepCount, SteppedSubGroup, Turn
+from zero.optimizer.stepped import StepGradients, SteppedSubGroup, Turn
 from zero.optimizer.stepping import GroupStepping
 from zero.ranges import ranged
 from zero.sharding.flat_group import FlatGroup
@@ -97,7 +97,7 @@ class ShardedOptimizer:
             each.register_step_pre_hook(_callers_check(self))
             refuse_calls(each)
 
-    def step(self, gradients: Sequence[ReducedGradients], scale: Tensor | None, skip: Tensor | None) -> None:
+    def step(self, gradients: Sequence[StepGradients], scale: Tensor | None, skip: Tensor | None) -> None:
         """Make one optimizer step. scale: 0-dim factor on the gradients. skip: 0-dim; with 1.0 the step
         changes nothing."""
         turns = [(stepped, g) for g in gradients if g.slice.present for stepped in self.subs_of[g.group]]
@@ -215,11 +215,11 @@ class ShardedOptimizer:
                 return
             there = new.opened().master.device
             device = self._accelerator.device if streamed else there
-            steps = None if stepped.count is None else stepped.count.steps.to(device)
+            steps = None if stepped.rule is None else stepped.steps.to(device)
             state_beside = self.installed.state_beside_on(stepped, there)
         sub.record = new  # only now that there is room for all of it
-        if stepped.count is not None and steps is not None:
-            stepped.count.steps = steps
+        if steps is not None:
+            stepped.steps = steps
         self.installed.show(stepped)
         self.installed.take_state_beside(state_beside)
 
@@ -240,11 +240,11 @@ class ShardedOptimizer:
         record.tier.add_moments(self._stores, record, len(rule.moments))
         streamed, accelerator = stepped.sub.streamed, self._accelerator
         device = accelerator.device if streamed else record.tier.memory(accelerator)
-        stepped.count = StepCount(torch.zeros(len(stepped.pieces), dtype=torch.float32, device=device))
+        stepped.steps = torch.zeros(len(stepped.pieces), dtype=torch.float32, device=device)
         self.installed.show_state(stepped, rule)
 
     def _step_sub_group(
-        self, stepped: SteppedSubGroup, have: ReducedGradients, state: Opened, factors: Factors
+        self, stepped: SteppedSubGroup, have: StepGradients, state: Opened, factors: Factors
     ) -> None:
         sub, device = stepped.sub, state.master.device
         gradient = sub.of(have.slice.get()).to(device)

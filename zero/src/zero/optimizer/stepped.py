@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -18,7 +19,7 @@ from zero.tiers.record import Record
 from zero.tiers.values import Values
 
 
-class ReducedSlice(Protocol):
+class StepSlice(Protocol):
     """This rank's slice of a group's reduced gradients. present: whether there is one."""
 
     @property
@@ -28,7 +29,7 @@ class ReducedSlice(Protocol):
         """The gradient, (shard_numel,), in its tier; waits for one that is on its way."""
 
 
-class ReducedGradients(Protocol):
+class StepGradients(Protocol):
     """The gradients that a group is stepped with. used: the parameters that have one, by index."""
 
     @property
@@ -38,7 +39,7 @@ class ReducedGradients(Protocol):
     def used(self) -> set[int]: ...
 
     @property
-    def slice(self) -> ReducedSlice: ...
+    def slice(self) -> StepSlice: ...
 
 
 @dataclass
@@ -56,22 +57,14 @@ class SteppedPiece:
     history: int = 0
 
 
-@dataclass
-class StepCount:
-    """steps: (pieces,) fp32, each piece's own number of steps; beside the record or, if that is on disk, on
-    the host. window: steps that the sub-group took part in."""
-
-    steps: Tensor
-    window: int = 0
-
-
 @dataclass(eq=False)
 class SteppedSubGroup:
     """A sub-group of `group` with this rank's pieces.
 
     rule: of the kernel that steps it; None where the user's optimizer does. routes: where pieces are whole
-    parameters, put together for a step; the sub-group is then the whole shard. count: only where a kernel
-    serves.
+    parameters, put together for a step; the sub-group is then the whole shard. turns: steps that it took part
+    in. steps: only where a kernel serves, (pieces,) fp32, each piece's own number of steps; beside the record
+    or, if that is on disk, on the host.
     """
 
     group: FlatGroup
@@ -79,13 +72,8 @@ class SteppedSubGroup:
     rule: Rule | None
     routes: Routes | None = None
     pieces: list[SteppedPiece] = field(default_factory=list)
-    count: StepCount | None = None
-
-    @property
-    def counted(self) -> StepCount:
-        """The count of a sub-group that a kernel serves."""
-        assert self.count is not None
-        return self.count
+    turns: int = 0
+    steps: Tensor = field(init=False)
 
     @property
     def numel(self) -> int:
@@ -109,7 +97,7 @@ class SteppedSubGroup:
         and of the optimizer's views of it."""
         state = self.record.opened()
         views = [piece.parameter for piece in self.pieces]
-        return [v._version for v in (state.master, *state.moments, self.counted.steps, *views)]
+        return [v._version for v in (state.master, *state.moments, self.steps, *views)]
 
     def piece_versions(self) -> list[int]:
         """How often each piece was written to directly, as optimizers and programs do; kernels do not."""
@@ -120,33 +108,27 @@ class SteppedSubGroup:
         return tuple(i for i, p in enumerate(self.pieces) if p.piece.index not in used)
 
     def remember(self, missed: tuple[int, ...]) -> None:
-        """Note a step in which the `missed` pieces had no gradient: their counts, if the rule has any, are
-        behind from now on."""
-        self.counted.window += 1
-        if self.rule is None or not self.rule.counts:
-            return
-        for index in missed:
-            self.pieces[index].history = hash((self.pieces[index].history, self.counted.window))
+        """Note a step in which the `missed` pieces had no gradient: their counts are behind from now on."""
+        self.turns += 1
+        for piece in [self.pieces[index] for index in missed]:
+            piece.history = hash((piece.history, self.turns))
 
     def runs(self, missed: tuple[int, ...]) -> Iterator[tuple[int, slice]]:
         """The longest stretches of the sub-group that one kernel call can step, each with its first piece:
         their pieces are alike in param group and history. missed: pieces without a gradient, which lie in no
         stretch.
         """
-        first: int | None = None
-        key: tuple[int, int] | None = None
-        for index, piece in enumerate(self.pieces):
-            mine = None if index in missed else (piece.param_group, piece.history)
-            if mine != key:
-                if first is not None and key is not None:
-                    yield first, self._span(first, index)
-                first, key = index, mine
-        if first is not None and key is not None:
-            yield first, self._span(first, len(self.pieces))
 
-    def _span(self, first: int, end: int) -> slice:
-        return slice(self.pieces[first].piece.shard_start, self.pieces[end - 1].piece.shard_slice.stop)
+        def key(item: tuple[int, SteppedPiece]) -> tuple[int, int] | None:
+            index, piece = item
+            return None if index in missed else (piece.param_group, piece.history)
+
+        for alike, run in itertools.groupby(enumerate(self.pieces), key):
+            if alike is not None:
+                pieces = list(run)
+                (first, begin), (_, end) = pieces[0], pieces[-1]
+                yield first, slice(begin.piece.shard_start, end.piece.shard_slice.stop)
 
 
-Turn = tuple[SteppedSubGroup, ReducedGradients]
+Turn = tuple[SteppedSubGroup, StepGradients]
 """A sub-group to be stepped, and its gradients."""

@@ -138,7 +138,7 @@ class ShardedGradient(GradientStandIn):
             return _answer_whole(func, args, kwargs)
 
 
-class _Place:
+class _GradientPlace:
     """Where a stand-in is: it must not hold the parameter, nor be a weak reference to it, which torch refuses
     where a parameter gets other memory (`torch.utils.swap_tensors`)."""
 
@@ -152,7 +152,7 @@ class StandIns:
     def __init__(self, kind: type[GradientStandIn]) -> None:
         self._kind = kind
         self._made: dict[nn.Parameter, Tensor] = {}
-        self._places: dict[nn.Parameter, _Place] = {}
+        self._places: dict[nn.Parameter, _GradientPlace] = {}
         self._shown: list[nn.Parameter] = []
 
     def show(self, parameters: Iterable[nn.Parameter], held: HeldGradient | None = None) -> None:
@@ -183,7 +183,7 @@ class StandIns:
         made = self._made.get(parameter)
         if made is None or made.dtype is not parameter.dtype or made.device != parameter.device:
             made = self._made[parameter] = self._kind(parameter, held)
-            place = self._places.setdefault(parameter, _Place(parameter))
+            place = self._places.setdefault(parameter, _GradientPlace(parameter))
             made.__dict__["_place"] = weakref.ref(place)
         return made
 

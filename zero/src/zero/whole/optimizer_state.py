@@ -52,7 +52,7 @@ class OptimizerState:
     def _is_whole(self, group: FlatGroup) -> bool:
         """Whether the user's optimizer steps whole parameters of a group."""
         first = self._subs_of[group][0]
-        return first.count is None and (first.routes is not None or group.shards == 1)
+        return first.rule is None and (first.routes is not None or group.shards == 1)
 
     def _of_parameter(self, unit: ShardedUnit, group: FlatGroup, index: int) -> dict[str, Tensor]:
         """The state on the rank that steps a parameter; where all ranks step it, each has its own."""
