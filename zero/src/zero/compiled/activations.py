@@ -12,7 +12,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from accelz import HOST, Accelerator, Event, Stream
+from accelz import HOST, Accelerator, Event
+from zero.tiers.carrier import Carrier
 
 
 class Activations:
@@ -20,30 +21,29 @@ class Activations:
 
     def __init__(self, accelerator: Accelerator) -> None:
         self.moved = 0
-        self._memory = accelerator.memory
-        self._streams = accelerator.streams
+        self._accelerator = accelerator
         self._under_way: dict[int, tuple[Tensor, Tensor, Event]] = {}  # by the address of the copy
         self._read: deque[tuple[Tensor, Event]] = deque()  # on the host, with the end of their last copy
 
     def offload(self, value: Tensor) -> Tensor:
         """Begin to copy a dense tensor to page-locked host memory; returns the copy, which has the same
         strides."""
-        host = self._memory.empty_host((value.numel(),), value.dtype)
+        host = self._accelerator.memory.empty_host((value.numel(),), value.dtype)
         host = host.as_strided(value.size(), value.stride())
         self.moved += value.nbytes
-        self._begin(self._outwards, value, host)
+        self._send(self._outwards, value, host)
         return host
 
     def reload(self, host: Tensor, device: torch.device) -> Tensor:
         """Begin to copy it back, into new memory."""
         value = torch.empty_strided(host.size(), host.stride(), dtype=host.dtype, device=device)
-        self._begin(self._inwards, host, value)
+        self._send(self._inwards, host, value)
         return value
 
     def wait(self, copy: Tensor) -> None:
         """Make the device's later work start after the copy that made `copy`."""
         source, _, event = self._under_way.pop(copy.data_ptr())
-        self._streams.current().wait(event)
+        self._accelerator.streams.current().wait(event)
         if source.device == HOST:
             self._read.append((source, event))
         while self._read and self._read[0][1].done():
@@ -55,16 +55,13 @@ class Activations:
             event.synchronize()
         self._under_way.clear()
 
-    def _begin(self, stream: Stream, source: Tensor, copy: Tensor) -> None:
-        stream.wait(self._streams.current().record())
-        with self._streams.use(stream):
-            copy.copy_(source, non_blocking=True)
-        self._under_way[copy.data_ptr()] = (source, copy, stream.record())
+    def _send(self, carrier: Carrier, source: Tensor, copy: Tensor) -> None:
+        self._under_way[copy.data_ptr()] = (source, copy, carrier.send(source, copy))
 
     @cached_property
-    def _outwards(self) -> Stream:
-        return self._streams.new()
+    def _outwards(self) -> Carrier:
+        return Carrier(self._accelerator)
 
     @cached_property
-    def _inwards(self) -> Stream:
-        return self._streams.new()
+    def _inwards(self) -> Carrier:
+        return Carrier(self._accelerator)

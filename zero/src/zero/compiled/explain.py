@@ -107,8 +107,7 @@ def predicted_peak(graph: ShardedGraph) -> int:
     whole: dict[int, int] = {}
     peak = 0
     for node in graph.graph.nodes:
-        for unit, dtype in begun_by(node):
-            whole[unit] = graph.facts.units[unit].nbytes(dtype)
+        whole |= {unit: graph.facts.units[unit].nbytes(dtype) for unit, dtype in begun_by(node)}
         if node.target is RELEASE:
             whole.pop(unit_of(node), None)
         peak = max(peak, sum(whole.values()))

@@ -32,10 +32,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from accelz import HOST
-from zero.compiled.runtime import lookup
+from zero.compiled.runtime import Runtime, lookup
 from zero.sharding.guard import admit
 
 NAMESPACE = "zero"
@@ -76,19 +75,27 @@ def gathered_dtype(dtype: torch.dtype, travelling: torch.dtype) -> torch.dtype:
     return travelling if dtype is torch.float32 else dtype
 
 
-def _begin_several(params: list[Tensor], engine: int, units: list[int], dtypes: list[torch.dtype]) -> None:
+def _of_parameters(name: str, arguments: str, method: Callable[..., None]) -> torch._ops.OpOverload:
+    """Define an operation that has the runtime do something about units, and reads no values. arguments:
+    those after the graph's inputs and the engine, which are the method's."""
+    extra = f", {arguments}" if arguments else ""
+    return _define(
+        f"{name}(Tensor(a!)[] params, int engine{extra}) -> ()",
+        lambda params, engine, *arguments: method(lookup(engine), *arguments),
+    )
+
+
+def _begin(runtime: Runtime, unit: int, dtype: torch.dtype | int) -> None:
+    runtime.begin_gather(unit, _named(dtype))
+
+
+def _begin_several(runtime: Runtime, units: list[int], dtypes: list[torch.dtype]) -> None:
     for unit, dtype in zip(units, dtypes, strict=True):
-        lookup(engine).begin_gather(unit, _named(dtype))
+        _begin(runtime, unit, dtype)
 
 
-ALLGATHER = _define(
-    "allgather_param(Tensor(a!)[] params, int engine, int unit, ScalarType dtype) -> ()",
-    lambda params, engine, unit, dtype: lookup(engine).begin_gather(unit, _named(dtype)),
-)
-PREFETCH = _define(
-    "prefetch_params_fused(Tensor(a!)[] params, int engine, int[] units, ScalarType[] dtypes) -> ()",
-    _begin_several,
-)
+ALLGATHER = _of_parameters("allgather_param", "int unit, ScalarType dtype", _begin)
+PREFETCH = _of_parameters("prefetch_params_fused", "int[] units, ScalarType[] dtypes", _begin_several)
 WAIT = _define(
     "wait_allgather(Tensor(a)[] params, int engine, int[] numbers, ScalarType dtype) -> Tensor(a)[]",
     lambda params, engine, numbers, dtype: lookup(engine).gather(numbers, _named(dtype)),
@@ -104,25 +111,12 @@ REDUCE = _define(
     "reduce_grad(Tensor(a!) gradient, int engine, int number, bool last=False) -> ()",
     lambda gradient, engine, number, last=False: lookup(engine).reduce(number, gradient, last),
 )
-RELOAD_PARAMETER = _define(
-    "reload_parameter(Tensor(a!)[] params, int engine, int unit) -> ()",
-    lambda params, engine, unit: lookup(engine).reload(unit),
-)
-OFFLOAD_PARAMETER = _define(
-    "offload_parameter(Tensor(a!)[] params, int engine, int unit) -> ()",
-    lambda params, engine, unit: lookup(engine).offload(unit),
-)
-RELOAD_OPTIMIZER = _define(
-    "reload_optimizer(Tensor(a!)[] params, int engine, int[] units) -> ()",
-    lambda params, engine, units: lookup(engine).reload_optimizer(units),
-)
-OFFLOAD_OPTIMIZER = _define(
-    "offload_optimizer(Tensor(a!)[] params, int engine, int[] units) -> ()",
-    lambda params, engine, units: lookup(engine).offload_optimizer(units),
-)
-WAIT_OFFLOAD_OPTIMIZER = _define(
-    "wait_offload_optimizer(Tensor(a!)[] params, int engine, int[] units) -> ()",
-    lambda params, engine, units: lookup(engine).wait_offload_optimizer(units),
+RELOAD_PARAMETER = _of_parameters("reload_parameter", "int unit", Runtime.reload)
+OFFLOAD_PARAMETER = _of_parameters("offload_parameter", "int unit", Runtime.offload)
+RELOAD_OPTIMIZER = _of_parameters("reload_optimizer", "int[] units", Runtime.reload_optimizer)
+OFFLOAD_OPTIMIZER = _of_parameters("offload_optimizer", "int[] units", Runtime.offload_optimizer)
+WAIT_OFFLOAD_OPTIMIZER = _of_parameters(
+    "wait_offload_optimizer", "int[] units", Runtime.wait_offload_optimizer
 )
 OFFLOAD = _define(
     "offload_tensor(Tensor value, int engine) -> Tensor",
@@ -142,7 +136,4 @@ WAIT_RELOAD = _define(
     "wait_reload(Tensor(a!) value, int engine) -> ()",
     lambda value, engine: lookup(engine).activations.wait(value),
 )
-END_BACKWARD = _define(
-    "end_backward(Tensor(a!)[] params, int engine) -> ()",
-    lambda params, engine: lookup(engine).end_backward(),
-)
+END_BACKWARD = _of_parameters("end_backward", "", Runtime.end_backward)

@@ -90,15 +90,10 @@ def _verdict(made: Plan, memory: int) -> str:
 
 
 def plans_for(planned: Planned, base: Config, compare: bool) -> dict[str, Plan]:
-    """The plan for the settings as given and, to compare, for others."""
-    return _compared(planned, base) if compare else {GIVEN: planned(base)}
-
-
-def _compared(planned: Planned, base: Config) -> dict[str, Plan]:
-    """Plans for the settings as given and, as far as these are possible: with one copy of the model, at
-    stages 0 to 3, and at stage 3 with state elsewhere."""
+    """The plan for the settings as given and, to compare, as far as these are possible: with one copy of the
+    model, at stages 0 to 3, and at stage 3 with state elsewhere."""
     plans = {GIVEN: planned(base)}
-    for name, config in _variants(base):
+    for name, config in _variants(base) if compare else ():
         with suppress(ConfigError, OptimizerError):  # not for this optimizer
             plans[name] = planned(config)
     return plans

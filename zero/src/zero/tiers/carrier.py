@@ -74,8 +74,7 @@ class Carrier:
             host.copy_(values, non_blocking=True)
         self._streams.keep_alive(values, self._stream)
         host_copy = HostCopy(host, self._stream.record())
-        if values.dim():  # a single number holds no memory worth waiting for
-            self._flying.append(host_copy.event)
+        self._flying.append(host_copy.event)
         if len(self._flying) > LEAVING:
             self._flying.popleft().synchronize()
         return host_copy
@@ -98,7 +97,7 @@ class Carrier:
 
     @in_range("copy", "to device")
     def send(self, values: Tensor, out: Tensor) -> Event:
-        """Begin to copy page-locked `values`, which must not change until the event, to `out` on the device.
+        """Begin to copy between page-locked memory and the device. `values` must not change until the event.
 
         Copies that `to_host` begins later land later. See `join`.
         """
