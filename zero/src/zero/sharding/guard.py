@@ -24,7 +24,7 @@ OWNER_ATTRIBUTE = "_zero_owner"
 
 REASON_ATTRIBUTE = "_zero_reason"
 UNIT_ATTRIBUTE = "_zero_unit"
-"""Key in a parameter's __dict__ of its `OwnUnit`."""
+"""Key in a parameter's __dict__ of its `UnitOfParameter`."""
 
 # What is allowed on a parameter that has no values: attributes to read, attributes to write, methods.
 _READABLE = frozenset(
@@ -52,7 +52,7 @@ def admit(operation: Callable[..., Any]) -> None:
     _serving.add(operation)
 
 
-class OwnUnit(Protocol):
+class UnitOfParameter(Protocol):
     """What a parameter knows of its unit."""
 
     def lend(self) -> bool:

@@ -27,7 +27,7 @@ class ParameterChecks:
         self._names_then = _names_of(module)
         self._units = tuple(units)
         # Trained groups whose whole buffers stay, so that a program may change them at any time.
-        self._kept = [
+        self._resident = [
             group for unit in self._units for group in unit.groups if unit.resident and group.trainable
         ]
         self._versions: list[list[int]] = []
@@ -53,14 +53,14 @@ class ParameterChecks:
 
     def snapshot_versions(self) -> None:
         """Note that weights and masters have the same values now."""
-        self._versions = [versions_of(group.parameters) for group in self._kept]
+        self._versions = [versions_of(group.parameters) for group in self._resident]
 
     def warn_of_changes(self) -> None:
         """Warn, before a step, of weights changed in place since `snapshot_versions()`; the step undoes the
         changes."""
         changed = [
             name
-            for group, before in zip(self._kept, self._versions, strict=True)
+            for group, before in zip(self._resident, self._versions, strict=True)
             if group.overwritten and (now := versions_of(group.parameters)) != before
             for name, old, new in zip(group.names, before, now, strict=True)
             if old != new

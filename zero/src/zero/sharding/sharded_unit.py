@@ -85,9 +85,8 @@ class ShardedUnit:
         self._gathered: set[GatherFormat] = set()
         self._stale = False  # the weights changed: nothing gathered before may stay
         self._bound = EXACT  # the format whose buffers the parameters are views of
-        self._bound_before_exact: list[
-            GatherFormat
-        ] = []  # what was bound before the `hold_exact` blocks under way
+        # What was bound before the `hold_exact` blocks under way.
+        self._bound_before_exact: list[GatherFormat] = []
         self._quant_dtype = next(
             (group.gather_options.quant_dtype for group in groups if group.gather_options.quant_dtype), None
         )
@@ -302,9 +301,9 @@ class ShardedUnit:
     def _drop_buffers(self) -> None:
         stay = set() if self._stale else self.persistent & self._gathered
         for group in self.groups:
-            kept = {group.gather_format(fmt) for fmt in stay}
+            staying = {group.gather_format(fmt) for fmt in stay}
             for fmt in (*self._pending, *self._gathered):
-                if group.gather_format(fmt) not in kept:
+                if group.gather_format(fmt) not in staying:
                     group.release(fmt)
         self._pending.clear()
         self._gathered = stay
@@ -352,9 +351,9 @@ class ShardedUnit:
 
     def start_refill(self, frozen: bool) -> list[Pending]:
         """Begin what `refill` completes."""
-        kept = [group for group in self.groups if self.resident and group.shards > 1]
+        whole = [group for group in self.groups if self.resident and group.shards > 1]
         with ranged("gather", self.name):
-            begun = [g.start_gather(self._communicator, EXACT) for g in kept if g.trainable or frozen]
+            begun = [g.start_gather(self._communicator, EXACT) for g in whole if g.trainable or frozen]
         return list(chain.from_iterable(begun))
 
     def rebound(self) -> list[str]:

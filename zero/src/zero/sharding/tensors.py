@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -87,64 +87,40 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     """
     if isinstance(value, Tensor):
         return function(value)
-    for kind, of, copied in _CONTAINERS:
-        if kind(value):
-            parts = of(value)
-            changed = {key: map_tensors(function, part) for key, part in parts.items()}
-            return value if _same(changed.values(), parts.values()) else copied(value, changed)
-    return value
+    parts = _parts(value)
+    changed = {key: map_tensors(function, part) for key, part in parts.items()}
+    return value if all(changed[key] is part for key, part in parts.items()) else _copied(value, changed)
 
 
-def _items(value: Sequence[Any]) -> dict[Any, Any]:
-    return dict(enumerate(value))
+def _parts(value: Any) -> dict[Any, Any]:
+    """Return what a container has, by index, key or field; nothing for other objects."""
+    if isinstance(value, (tuple, list)):
+        return dict(enumerate(value))
+    if isinstance(value, Mapping):
+        return dict(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if hasattr(value, f.name)}
+    return {}
 
 
-def _copy_of_tuple(value: tuple[Any, ...], changed: dict[Any, Any]) -> Any:
-    if type(value).__module__ == "torch.return_types":
-        return type(value)(changed.values())
-    made = tuple.__new__(type(value), changed.values())
-    if hasattr(value, "__dict__"):
-        made.__dict__.update(value.__dict__)
-    return made
-
-
-def _copy_of_list(value: list[Any], changed: dict[Any, Any]) -> Any:
-    made = copy.copy(value)
-    made[:] = changed.values()
-    return made
-
-
-def _copy_of_mapping(value: Mapping[Any, Any], changed: dict[Any, Any]) -> Any:
-    if not isinstance(value, MutableMapping):
-        return type(value)(changed)  # type: ignore[call-arg]
-    made = copy.copy(value)
-    for key, part in changed.items():
-        made[key] = part
-    return made
-
-
-def _is_dataclass(value: Any) -> bool:
-    return dataclasses.is_dataclass(value) and not isinstance(value, type)
-
-
-def _fields(value: Any) -> dict[Any, Any]:
-    return {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if hasattr(value, f.name)}
-
-
-def _copy_of_dataclass(value: Any, changed: dict[Any, Any]) -> Any:
-    made = copy.copy(value)
-    for name, part in changed.items():
-        object.__setattr__(made, name, part)  # frozen ones too
-    return made
-
-
-_CONTAINERS: tuple[tuple[Callable[[Any], bool], Callable[[Any], dict[Any, Any]], Callable[..., Any]], ...] = (
-    (lambda value: isinstance(value, tuple), _items, _copy_of_tuple),
-    (lambda value: isinstance(value, list), _items, _copy_of_list),
-    (lambda value: isinstance(value, Mapping), dict, _copy_of_mapping),
-    (_is_dataclass, _fields, _copy_of_dataclass),
-)
-
-
-def _same(new: Iterable[Any], old: Iterable[Any]) -> bool:
-    return all(a is b for a, b in zip(new, old, strict=True))
+def _copied(value: Any, parts: dict[Any, Any]) -> Any:
+    """Return a container of the same type with these parts."""
+    if isinstance(value, tuple):
+        if type(value).__module__ == "torch.return_types":
+            return type(value)(parts.values())
+        made = tuple.__new__(type(value), parts.values())
+        if hasattr(value, "__dict__"):
+            made.__dict__.update(value.__dict__)
+        return made
+    if isinstance(value, Mapping) and not isinstance(value, MutableMapping):
+        return type(value)(parts)  # type: ignore[call-arg]
+    copied: Any = copy.copy(value)
+    if isinstance(value, list):
+        copied[:] = parts.values()
+    elif isinstance(value, MutableMapping):
+        for key, part in parts.items():
+            copied[key] = part
+    else:
+        for name, part in parts.items():
+            object.__setattr__(copied, name, part)  # frozen dataclasses too
+    return copied

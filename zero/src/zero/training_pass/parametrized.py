@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.utils.parametrize import ParametrizationList
 
-from zero.sharding.guard import UNIT_ATTRIBUTE, OwnUnit
+from zero.sharding.guard import UNIT_ATTRIBUTE, UnitOfParameter
 
 
 @functools.cache
@@ -23,6 +23,6 @@ def report() -> None:
 def _registered(parent: nn.Module, name: str, module: nn.Module | None) -> None:
     if isinstance(module, ParametrizationList):
         original = getattr(module, "original", None)  # several, if a parametrization divides it
-        unit: OwnUnit | None = getattr(original, "__dict__", {}).get(UNIT_ATTRIBUTE)
+        unit: UnitOfParameter | None = getattr(original, "__dict__", {}).get(UNIT_ATTRIBUTE)
         if unit is not None and original is not None:
             unit.set_to_itself(original)

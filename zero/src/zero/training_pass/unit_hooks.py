@@ -219,7 +219,7 @@ def _untraced() -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 
 class _UnitOfParameter(Uncopied):
-    """What a parameter knows of its unit, without keeping the engine alive; see `guard.OwnUnit`."""
+    """What a parameter knows of its unit, without keeping the engine alive; see `guard.UnitOfParameter`."""
 
     def __init__(self, hooks: UnitHooks) -> None:
         self._hooks = weakref.ref(hooks)
