@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -64,15 +64,17 @@ def plan_memory(
         for tier in TIERS
     }
     peaks = {
-        "init": max(*building(units), made, key=lambda held: held.total),
-        "forward": max(forward(units, config.prefetch, sums), key=lambda held: held.total),
-        "backward": max(
-            backward(units, config, sums, replicas), key=lambda held: held.total, default=DeviceBytes()
-        ),
+        "init": _highest([*building(units), made]),
+        "forward": _highest(forward(units, config.prefetch, sums)),
+        "backward": _highest(backward(units, config, sums, replicas)),
         "step": step(units, scaled),
     }
     peaks = {phase: rest[ON_DEVICE.name] + held if phase != "init" else held for phase, held in peaks.items()}
     return MemoryPlan(rest, gradients, _buffers(groups, config.offload.compact), peaks)
+
+
+def _highest(points: Iterable[DeviceBytes]) -> DeviceBytes:
+    return max(points, key=lambda held: held.total, default=DeviceBytes())
 
 
 def _rest(group: PlannedGroup, tier: Tier, config: Config) -> DeviceBytes:

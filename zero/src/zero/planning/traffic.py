@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import torch
 
@@ -23,12 +23,7 @@ class Moved:
     written: int = 0
 
     def __add__(self, other: Moved) -> Moved:
-        return Moved(
-            self.to_host + other.to_host,
-            self.to_device + other.to_device,
-            self.read + other.read,
-            self.written + other.written,
-        )
+        return Moved(*map(sum, zip(astuple(self), astuple(other), strict=True)))
 
 
 @dataclass(frozen=True, kw_only=True)
