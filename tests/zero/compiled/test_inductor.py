@@ -21,6 +21,8 @@ from tests.zero.helpers.models import device_of
 from tests.zero.helpers.own_bytes import bytes_of_its_own
 from tests.zero.helpers.training import adamw, scaled_error
 
+pytestmark = pytest.mark.slow  # compiles
+
 STEPS = 4
 
 
@@ -251,13 +253,13 @@ def uncompiled_body(context: Context, broken: bool) -> list[tuple[bool, int, str
     """Where it fails: in the backward; in the forward, for want of a C++ compiler."""
     register_lowering(torch.ops.zero_tests.uncompiled.default)(lower_in_forwards_only)
     no_compiler = {"cpp.cxx": ("no-such-compiler",), "force_disable_caches": True}
+    one_by_one, _, none = train_uncompiled(context, zero.Compile(inner="aot_eager"), broken)
     found = []
     for settings in ({}, no_compiler):
         with warnings.catch_warnings(record=True) as caught, inductor_config.patch(settings):
             warnings.simplefilter("always")
             generated, mode, why = train_uncompiled(context, zero.Compile(), broken)
         told = sum("inductor could not compile" in str(warning.message) for warning in caught)
-        one_by_one, _, none = train_uncompiled(context, zero.Compile(inner="aot_eager"), broken)
         found.append((generated == one_by_one, told, mode, bool(why) and not none))
     return found
 

@@ -19,6 +19,8 @@ from tests.zero.helpers.models import device_of
 from tests.zero.helpers.optimizers import lion
 from tests.zero.helpers.training import adamw, collected
 
+pytestmark = pytest.mark.slow  # compiles
+
 AOT = zero.Compile(inner="aot_eager")
 VISITING: dict[str, Any] = {"optimizer": "host", "step": "device"}
 LENGTH = 64  # long enough that activations leave room for all state
