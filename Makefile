@@ -19,6 +19,7 @@ PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-re
 setup: $(STAMP)
 
 $(STAMP): constraints.txt $(PACKAGES:%=%/pyproject.toml) accelz_cpu/CMakeLists.txt $(wildcard accelz_cpu/csrc/*)
+	@echo "building $(VENV), with torch and the tools of constraints.txt: a few minutes the first time"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet -r constraints.txt
