@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -47,8 +48,8 @@ class Stretch(NamedTuple):
 
 def block_sums(values: memoryview) -> bytes:
     """The part of a table of checksums for bytes that begin at a block."""
-    starts = range(0, values.nbytes, CHECKSUM_BLOCK)
-    return b"".join(crc32(values[at : at + CHECKSUM_BLOCK]).to_bytes(4, "little") for at in starts)
+    sums = [crc32(values[at : at + CHECKSUM_BLOCK]) for at in range(0, values.nbytes, CHECKSUM_BLOCK)]
+    return struct.pack(f"<{len(sums)}I", *sums)
 
 
 class RankLayout:
