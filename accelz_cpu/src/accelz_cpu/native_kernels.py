@@ -94,7 +94,7 @@ class NativeKernels(CpuKernels):
 
     def quantise(self, output: Tensor, scales: Tensor, source: Tensor, block: int) -> None:
         check_blocks(output, scales, source, block)
-        if not (_flat(source, scales) and _dense(output)):
+        if not (_flat(source, scales) and _dense(output) and output.dtype in CODES):
             super().quantise(output, scales, source, block)
             return
         self._library.accelz_quantise(
@@ -110,7 +110,7 @@ class NativeKernels(CpuKernels):
 
     def dequantise(self, output: Tensor, source: Tensor, scales: Tensor, block: int) -> None:
         check_blocks(source, scales, output, block)
-        if not (_flat(output, scales) and _dense(source)):
+        if not (_flat(output, scales) and _dense(source) and source.dtype in CODES):
             super().dequantise(output, source, scales, block)
             return
         self._library.accelz_dequantise(
