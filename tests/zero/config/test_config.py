@@ -286,6 +286,7 @@ def test_the_public_face_is_frozen() -> None:
     assert engine == [
         "backward",
         "step",
+        "no_sync",
         "zero_grad",
         "explain",
         "is_boundary",
@@ -302,6 +303,8 @@ def test_the_public_face_is_frozen() -> None:
         "load_state_dict",
         "full_master",
         "full_gradient",
+        "clip_grad_norm_",
+        "gradient_norms",
         "full_optimizer_state",
         "save_checkpoint",
         "load_checkpoint",

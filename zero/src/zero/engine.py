@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -128,7 +129,8 @@ class Engine:
         raises, all gradients since the last optimizer step are dropped and the engine stays usable.
         """
         self._integrity.check_backward(loss)
-        if self.is_boundary:
+        self._pass.notice_failure()
+        if self.is_boundary and self.config.gradient_accumulation_steps is not None:
             raise UsageError(
                 f"backward() was called more than gradient_accumulation_steps="
                 f"{self.config.gradient_accumulation_steps} times: call engine.step() first, or "
@@ -166,10 +168,16 @@ class Engine:
         The first step raises StateError, on every rank, if the optimizer has made state that no checkpoint
         can hold. The step is then complete: a program that catches the error may train on, without saving.
         """
+        self._pass.notice_failure()
         if not self._pass.backwards:
             raise UsageError("step() without backward(): call engine.backward(loss) first")
         if not self.is_boundary:
             return False
+        if not self._pass.summed:
+            raise UsageError(
+                "the last backward before step() was inside engine.no_sync(), so its gradients are no sums "
+                "over the ranks: run the last backward of a step outside of it"
+            )
         self._boundary.step()
         self.steps += 1
         self._boundary.after_step()
@@ -177,6 +185,26 @@ class Engine:
             self._state_checked = True
             self._checkpoints.check_state()
         return True
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """In the block, backwards are not the last of a step, as in DistributedDataParallel.
+
+        Needs Config(gradient_accumulation_steps=None); with a number, the engine knows the last one itself.
+        With accumulate="local" and in stage 1, ranks exchange no gradients in the block. Otherwise each
+        backward leaves this rank's slice of the sum over the ranks, as always, and only an exchange of which
+        parameters were used is saved. The last backward of a step must be outside.
+        """
+        if self.config.gradient_accumulation_steps is not None:
+            raise UsageError(
+                "no_sync() needs zero.Config(gradient_accumulation_steps=None); with a number of "
+                "micro-batches, accumulate='local' reduces once per step"
+            )
+        before, self._pass.sums_ranks = self._pass.sums_ranks, False
+        try:
+            yield
+        finally:
+            self._pass.sums_ranks = before
 
     @explained
     def zero_grad(self) -> None:

@@ -80,7 +80,6 @@ class Integrity:
 
     def check_backward(self, loss: Tensor) -> None:
         """Check that a backward can run from `loss` and would reach the parameters that are trained."""
-        self.check_present()
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             what = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise UsageError(f"backward() needs a tensor of one element, the loss; got {what}")
@@ -89,6 +88,11 @@ class Integrity:
                 "backward(): the loss does not depend on any parameter that requires a gradient: was it "
                 "computed under torch.no_grad(), from detached values, or are all parameters frozen?"
             )
+        self.check_trainable()
+
+    def check_trainable(self) -> None:
+        """Check that a backward may begin and would reach the parameters that are trained."""
+        self.check_present()
         self.check_complete()
         self._parameter_checks.check_trained()
 

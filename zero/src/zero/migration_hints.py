@@ -24,7 +24,6 @@ MIGRATION_HINTS = {
     "global_steps": "engine.steps",
     "is_gradient_accumulation_boundary": "engine.is_boundary",
     "local_rank": "the environment's LOCAL_RANK; engine.accelerator.device is this rank's device",
-    "no_sync": "zero.Config(gradient_accumulation_steps=..., accumulate='local') reduces once per step",
     "save_16bit_model": _WEIGHTS,
     "save_fp16_model": _WEIGHTS,
 }

@@ -37,7 +37,7 @@ def compile_calls(
     """Make calls of `module` run through torch.compile, as `config.compile` says."""
     settings = config.compile
     assert settings is not None
-    accumulates, on_disk = config.gradient_accumulation_steps > 1, wanted(config.offload, "params").stored
+    accumulates, on_disk = config.gradient_accumulation_steps != 1, wanted(config.offload, "params").stored
     runtime = Runtime(units, stores.accelerator, training_pass, record_streamer)
     facts = gather_facts(runtime.handle, units, record_streamer, accumulates)
     telling = weakly(communicator.telling)

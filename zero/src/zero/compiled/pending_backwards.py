@@ -18,13 +18,15 @@ from torch.autograd.function import BackwardCFunction
 from zero.sharding.alterations import changed_since
 from zero.sharding.sharded_unit import ShardedUnit
 from zero.sharding.tensors import iter_tensors
+from zero.training_pass.training_pass import TrainingPass
 
 
 class PendingBackwards:
     """The backwards of one engine's graphs. more: whether another one follows the one that is running."""
 
-    def __init__(self, units: Sequence[ShardedUnit]) -> None:
+    def __init__(self, units: Sequence[ShardedUnit], training_pass: TrainingPass) -> None:
         self.more = False
+        self._pass = training_pass
         self._units = units
         self._nodes: WeakSet[Any] = WeakSet()  # of autograd's, each a graph's backward
 
@@ -40,6 +42,7 @@ class PendingBackwards:
 
     def enter(self, node: Any, changes: Sequence[int]) -> None:
         """Note that autograd has reached a node. changes: counts of changes when its forward ran."""
+        self._pass.enter()
         if self._changes() != changes:
             raise changed_since()
         if node is not None:

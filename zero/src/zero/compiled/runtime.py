@@ -66,7 +66,7 @@ class Runtime:
         self.profile: Profile | None = None
         self.activations = Activations(accelerator)
         self.units = tuple(units)
-        self.pending_backwards = PendingBackwards(self.units)
+        self.pending_backwards = PendingBackwards(self.units, training_pass)
         self._slots = [(u, g, i) for u in units for g in u.groups for i in range(len(g.parameters))]
         self._pass = training_pass
         self._unseen = False

@@ -37,7 +37,7 @@ class GradientFactor:
         self.norm: Tensor | None = None
         self._size = communicator.group.size
         self._clip_norm = config.clip_norm
-        self._micro_batches = config.gradient_accumulation_steps
+        self._micro_batches = config.gradient_accumulation_steps or 1
         self._sliced = config.stage > 0 and self._size > 1
         self._communicator = communicator
         self._loss_scale = loss_scale

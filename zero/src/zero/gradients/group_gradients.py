@@ -27,13 +27,14 @@ T = TypeVar("T")
 class GradientPolicy:
     """When gradients are communicated, and in what dtypes.
 
-    steps: micro-batches per optimizer step. local: whether ranks communicate only at the last of them.
+    sums: whether several micro-batches may be added up for an optimizer step. local: whether ranks
+    communicate only at the last of them.
     reduce_dtype: dtype that gradients travel in; None: the one that they are computed in, or added up in on
     this rank. fixed_tiers: whether gradients stay in the tier that they are placed in; otherwise a rank may
     move its own elsewhere.
     """
 
-    steps: int
+    sums: bool
     local: bool
     reduce_dtype: torch.dtype | None
     fixed_tiers: bool
@@ -43,7 +44,7 @@ class GradientPolicy:
         """The policy that the settings ask for. world_size: of the job or of a copy; it only matters whether
         a rank is alone."""
         return cls(
-            steps=config.gradient_accumulation_steps,
+            sums=config.gradient_accumulation_steps != 1,
             local=config.accumulate == "local" or config.stage == 1 or world_size == 1,
             reduce_dtype=DTYPES[config.reduce_dtype] if config.reduce_dtype and world_size > 1 else None,
             fixed_tiers=not config.offload.measured,
@@ -51,14 +52,14 @@ class GradientPolicy:
 
     def whole_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype of the whole buffer for gradients in `dtype`: sums of micro-batches are at least fp32."""
-        if self.local and self.steps > 1:
+        if self.local and self.sums:
             return at_least_fp32(dtype)
         return self.reduce_dtype or dtype
 
     def slice_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype of the reduced slice of gradients in `dtype`: sums of micro-batches are at least fp32."""
         sent = self.reduce_dtype or self.whole_dtype(dtype)
-        return at_least_fp32(sent) if self.steps > 1 else sent
+        return at_least_fp32(sent) if self.sums else sent
 
 
 class GroupGradients:
@@ -78,7 +79,7 @@ class GroupGradients:
     def __init__(self, group: FlatGroup, unit: ShardedUnit, stores: Stores, policy: GradientPolicy) -> None:
         self.group = group
         self.unit = unit
-        self.slice = ReducedSlice(group, stores, policy.steps > 1, policy.slice_dtype(group.dtype))
+        self.slice = ReducedSlice(group, stores, policy.sums, policy.slice_dtype(group.dtype))
         self.fired: set[int] = set()
         self.closed = False
         self.filled: set[int] = set()

@@ -55,7 +55,7 @@ def plan_memory(
 ) -> MemoryPlan:
     """Plan one rank's memory. scaled: whether gradients are averaged, unscaled or clipped. replicas: their
     number, of the model."""
-    sums: Sums = "none" if policy.steps == 1 else "whole" if policy.local else "slices"
+    sums: Sums = "none" if not policy.sums else "whole" if policy.local else "slices"
     groups = [group for unit in units for group in unit.groups]
     rest = {tier.name: sum((_rest(g, tier, config) for g in groups), DeviceBytes()) for tier in TIERS}
     made = sum((_rest(g.before_steps, ON_DEVICE, config) for g in groups), DeviceBytes())

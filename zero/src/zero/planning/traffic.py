@@ -49,13 +49,14 @@ def plan_traffic(
     the backward further, more is gathered. ranks: those that share a copy of the model. replicas: their
     number.
     """
-    reductions = 1 if policy.local else policy.steps
+    micro_batches = config.gradient_accumulation_steps or 1
+    reductions = 1 if policy.local else micro_batches
     collectives: dict[str, int] = {}
     between = 0  # bytes of the slices that replicas add up
     moved = Moved()
     kept = _kept_between(units, config.prefetch)
     for unit in units:
-        gathers = config.gradient_accumulation_steps * (2 if unit.reached and unit.name not in kept else 1)
+        gathers = micro_batches * (2 if unit.reached and unit.name not in kept else 1)
         for group in unit.groups:
             for kind, nbytes in _collectives(group, reductions, ranks, gathers):
                 collectives[kind] = collectives.get(kind, 0) + nbytes

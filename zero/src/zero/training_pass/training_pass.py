@@ -3,7 +3,10 @@
 `TrainingPass` is the one place that says where training is. Hooks and compiled graphs report to it what
 happens, and it tells what is below it: reducer, gathers, record streamer, communicator, tracer.
 
-A backward is `begin`, autograd's run, `end`; or `abandon`, from wherever an exception has come.
+A backward is `begin`, autograd's run, `end`; or `abandon`, from wherever an exception has come. Where the
+program runs autograd itself, as `loss.backward()` does, a backward begins when autograd enters a graph of the
+model's that gives gradients to its parameters, and ends in a callback of autograd's. Autograd calls nobody
+after an exception: that is found where the program next comes here.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import unserializable_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -66,6 +70,10 @@ class PassTracer(Tracer, Protocol):
     def drop(self) -> None: ...
 
 
+class _Run:
+    """A run of autograd that began a backward. Autograd holds it until the run is over, or has failed."""
+
+
 class TrainingPass(Uncopied):
     """Where training is, and what happens there.
 
@@ -98,7 +106,10 @@ class TrainingPass(Uncopied):
         self.order = CallOrder(communicator, units)
         self.calls = [UnitCalls(unit) for unit in units]
         self.called = weakref.WeakSet((module,))
+        self.sums_ranks = True  # those that begin now; False in `no_sync`
+        self._steps = config.gradient_accumulation_steps
         self._last = False
+        self._run: weakref.ref[_Run] | None = None  # that began the backward under way
         self._forwards = 0  # with gradients, since the last backward
         self._issued = 0  # collectives, when the last forward began
         self._config = config
@@ -116,7 +127,6 @@ class TrainingPass(Uncopied):
         self._progress = Progress(device_type)
         self._entered = -1  # the newest of autograd's tasks so far
         self._entering = RLock()  # autograd may have a thread for each device
-        self._root: Any = None  # the first node of the graph of the backward under way
         # The producer, and the calls to begin. Not an attribute of the tensor, which users may want to save.
         self._followed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._self = weakref.ref(self)
@@ -140,6 +150,7 @@ class TrainingPass(Uncopied):
         self, args: tuple[Any, ...], kwargs: dict[str, Any], own_calls: int = 0
     ) -> tuple[Any, Any] | None:
         """Prepare a forward, run by hooks or by a graph; see `begin_forward`. own_calls: as in `in_use`."""
+        self.notice_failure()
         self._integrity.check_present()
         if not self.in_backward:
             self._streamed_state.dropped()  # this forward may need their room
@@ -179,11 +190,19 @@ class TrainingPass(Uncopied):
     @property
     def step_is_due(self) -> bool:
         """Whether the micro-batches of an optimizer step are complete."""
-        return self.backwards == self._config.gradient_accumulation_steps
+        self.notice_failure()
+        return self.backwards > 0 if self._steps is None else self.backwards == self._steps
+
+    @property
+    def summed(self) -> bool:
+        """Whether the last backward has left sums over all ranks, of which all know."""
+        return self._last
 
     def begin(self) -> None:
         """A backward begins."""
-        self._last = self.backwards + 1 == self._config.gradient_accumulation_steps
+        self._last = self.sums_ranks if self._steps is None else self.backwards + 1 == self._steps
+        if self._steps is None and self.backwards:
+            self._held_gradients.resume()
         self._set_in_backward(True)
         self._tracer.mark("backward", "")
         self._forget_progress()  # left by torch.autograd.grad, which may have ended anywhere
@@ -195,13 +214,11 @@ class TrainingPass(Uncopied):
         """Run autograd from the loss, between `begin` and `end`."""
         self._progress.look_at(loss)
         entry = loss.register_hook(self._begin_run)
-        self._root = loss.grad_fn
         try:
             with self._progress.in_one_thread():
                 loss.backward()
         finally:
             entry.remove()  # the user may keep the loss
-            self._root = None
 
     def end(self) -> None:
         """Autograd has run all nodes: end what is under way, and reduce what is left."""
@@ -218,7 +235,7 @@ class TrainingPass(Uncopied):
         self._reset()
         torch.clear_autocast_cache()  # an autocast block that goes on must cast anew: these units are gone
         # Another micro-batch's forward may have come before this backward, with parts that are lent.
-        self.release_all(keep=() if self._last else (Keep.LENT,))
+        self.release_all(keep=() if self._last and self._steps is not None else (Keep.LENT,))
         self.backwards += 1
         if self._last:
             self._held_gradients.show()
@@ -231,6 +248,7 @@ class TrainingPass(Uncopied):
         self.backwards = 0
         if self.in_backward:
             self._leave_backward()
+        self._run = None
         for gradients in self._reducer.all:  # what autograd has accumulated, and a hook has not let come here
             for parameter in gradients.group.parameters:
                 parameter.grad = None
@@ -244,8 +262,14 @@ class TrainingPass(Uncopied):
         except CommunicationError:
             pass  # the original error says more
 
+    def notice_failure(self) -> None:
+        """Abandon a backward that was begun by autograd and has failed, of which autograd tells nobody."""
+        if self._run is not None and self._run() is None:
+            self.abandon()
+
     def zero_grad(self) -> None:
         """Drop the gradients of a step that will not be made."""
+        self.notice_failure()
         if self.backwards:
             self._tracer.drop()
         self.drop_gradients()
@@ -287,7 +311,7 @@ class TrainingPass(Uncopied):
 
     def come_to(self, number: int) -> None:
         """Autograd is about to run a node of this number: end the calls that are newer."""
-        task = self._enter()
+        task = self.enter()
         while (call := self._progress.pop_past(task, number)) is not None:
             self._end_call(call)
         if task == self.order.task:
@@ -316,6 +340,8 @@ class TrainingPass(Uncopied):
     def receive(self, gradients: GroupGradients, index: int, gradient: Tensor, more: bool = False) -> None:
         """Take a parameter's gradient. more: another compiled graph has one to be added to it."""
         if not self.in_backward:
+            self.enter()
+        if not self.in_backward:
             raise UsageError(_OUTSIDE)
         calls = self.calls[gradients.unit.index]
         calls.gradient_arrived()
@@ -337,21 +363,51 @@ class TrainingPass(Uncopied):
         self._tracer.mark("backward" if self.in_backward else "forward", unit.name)
 
     def _begin_run(self, gradient: Tensor) -> None:
-        self._enter()
+        self.enter()
 
-    def _enter(self) -> int:
+    def enter(self) -> int:
         """Autograd runs: if it has just entered a graph, learn which calls are to come. Returns the task."""
         task = torch._C._current_graph_task_id()
         if task > self._entered:
             with self._entering:
                 if task > self._entered:
+                    self.notice_failure()
+                    if self._steps is None and not self.in_backward and self._gives_gradients():
+                        self._begin_by_itself()
                     self._expect_calls(task)
                     self._entered = task
         return task
 
+    def _gives_gradients(self) -> bool:
+        """Return whether autograd's run gives gradients to parameters; torch.autograd.grad does not."""
+        with torch._C.DisableTorchFunctionSubclass():
+            parameters = (p for each in self._reducer.all for p in each.group.parameters if p.requires_grad)
+            nodes = (get_gradient_edge(parameter).node for parameter in parameters)
+            try:
+                return any(map(torch._C._will_engine_execute_node, nodes))
+            except RuntimeError:  # torch.autograd.grad with respect to a parameter
+                return False
+
+    def _begin_by_itself(self) -> None:
+        self._integrity.check_trainable()
+        if self._config.loss_scale is not None:
+            raise UsageError(_UNSCALED)
+        run = _Run()
+        self._run = weakref.ref(run)
+        self.begin()
+        torch.autograd.Variable._execution_engine.queue_callback(partial(self._end_by_itself, run))
+
+    def _end_by_itself(self, run: _Run) -> None:
+        try:
+            self.end()
+            self._run = None
+        except BaseException:
+            self.abandon()
+            raise
+
     def _expect_calls(self, task: int) -> None:
         if self.in_backward and self.order.task < 0:
-            for call in self.order.begin(task, self._root):
+            for call in self.order.begin(task, torch._C._current_autograd_node()):
                 self.calls[call.index].ahead.add(call)
         for calls in self.calls:
             for call in calls.in_running_graph():
@@ -384,6 +440,7 @@ class TrainingPass(Uncopied):
 
         own_calls: how many module calls on the stack are the caller's own, and do not count.
         """
+        self.notice_failure()
         self._forget_interrupted(own_calls)
         return any(unit.held for unit in self._units)
 
@@ -446,9 +503,14 @@ def _in_autograd() -> bool:
 
 
 _GONE = "the model and its engine no longer exist: keep them until engine.backward(loss)"
+_UNSCALED = (
+    "loss.backward() does not multiply the loss by the loss scale that the settings ask for: call "
+    "engine.backward(loss), which does"
+)
 _OUTSIDE = (
     "gradients of this model's parameters were computed outside engine.backward(loss). If by "
-    "loss.backward(): call engine.backward(loss) instead. If by another engine's backward that goes through "
+    "loss.backward(): call engine.backward(loss) instead, or set "
+    "zero.Config(gradient_accumulation_steps=None). If by another engine's backward that goes through "
     "this model: freeze it, with model.requires_grad_(False), before the forward that it goes through. If by "
     "torch.autograd.grad: a compiled model cannot tell it apart; remove zero.Config(compile=...)"
 )

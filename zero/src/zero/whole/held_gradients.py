@@ -116,6 +116,16 @@ class HeldGradients:
         self._stand_ins.show(self._reducer.used(), self)
         self._of_pieces.show(self._optimizer.installed.first_of(self._reducer.all), self)
 
+    def resume(self) -> None:
+        """Take them away for another backward, whose gradients are added to these.
+
+        Raises UsageError if gradients were removed or replaced, which only those of a step can be.
+        """
+        if self._stand_ins.replaced() or self._stand_ins.removed():
+            raise UsageError(_RESUMED)
+        self._apply_multipliers()
+        self.hide()
+
     def hide(self) -> None:
         """Take them away: there are no gradients any more."""
         self._stand_ins.hide()
@@ -283,4 +293,8 @@ _OPTIMIZERS = (
     "`.grad` of what is in optimizer.param_groups was removed or replaced between backward() and step(), "
     "which does not change the gradients that the engine holds. To drop this step's gradients, call "
     "engine.zero_grad() instead of optimizer.zero_grad(), and do not call step()"
+)
+_RESUMED = (
+    "`.grad` was removed or replaced before a backward whose gradients are to be added to it: change "
+    "gradients after the last backward of a step, or drop all of them with engine.zero_grad()"
 )
