@@ -113,7 +113,7 @@ class _Search:
         self.kept: dict[str, str] = {}
         self.left: list[str] = []
         self._memories = memories
-        self._own = {id(parameter) for parameter in model.parameters()}
+        self._ids = {id(parameter) for parameter in model.parameters()}
         named = [item for memory in memories.values() for item in memory.parameters.items()]
         self._parameters = dict(named)
         trained = ((span_of(p), name) for name, p in named if p.requires_grad)
@@ -126,12 +126,12 @@ class _Search:
 
     def _parameter_under(self, item: object) -> str | None:
         """Return the name of a trained parameter whose memory the object has."""
-        return None if id(item) in self._own else self._spans.over(span_of(item))
+        return None if id(item) in self._ids else self._spans.over(span_of(item))
 
     def _look_in(self, model: nn.Module) -> None:
         anew = {id(tensor) for tensor in _set_anew(model)}
         for path, item in reached(model):
-            if issubclass(type(item), Tensor) and id(item) not in self._own:
+            if issubclass(type(item), Tensor) and id(item) not in self._ids:
                 self._reached[id(item)] = item
             name = self._parameter_under(item)
             if name is not None and id(item) not in anew:
@@ -142,7 +142,7 @@ class _Search:
         tensors = [item for item in gc.get_objects() if issubclass(type(item), Tensor)]
         tensors = [t for t in (*tensors, *self._reached.values()) if self._is_over(t)]
         bases = [base for tensor in tensors if (base := tensor._base) is not None]
-        found = {id(tensor): tensor for tensor in (*tensors, *bases) if id(tensor) not in self._own}
+        found = {id(tensor): tensor for tensor in (*tensors, *bases) if id(tensor) not in self._ids}
         return [*found.values()]
 
     def _is_over(self, tensor: Tensor) -> bool:
@@ -160,12 +160,12 @@ class _Search:
             name = self._parameter_under(tensor)
             assert name is not None
             if holders.of(tensor) or tensor._use_count() == 1:  # type: ignore[attr-defined]
-                plain = id(tensor._base) not in self._own and _is_whole(tensor, self._parameters[name])
+                plain = id(tensor._base) not in self._ids and _is_whole(tensor, self._parameters[name])
                 if plain and holders.only_by_name(tensor):
                     self.left.append(name)
                 else:
                     self.kept.setdefault(name, holders.described(tensor))
-            elif id(tensor._base) not in self._own and id(tensor) not in bases:
+            elif id(tensor._base) not in self._ids and id(tensor) not in bases:
                 self.kept.setdefault(name, _NOT_PYTHONS)
 
     def _look_for_the_rest(self, tensors: Sequence[Tensor]) -> None:

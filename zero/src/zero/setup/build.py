@@ -35,7 +35,7 @@ from zero.training_pass.model_hooks import hook_model
 from zero.training_pass.schedule import Schedule
 from zero.training_pass.training_pass import TrainingPass
 from zero.whole.full_parameters import FullParameters
-from zero.whole.gathered import own
+from zero.whole.gathered import mark_parameters
 from zero.whole.held_gradients import HeldGradients
 from zero.whole.optimizer_state import OptimizerState
 
@@ -71,7 +71,7 @@ def build_engine(
     state_offload = StateOffload(units, sharded_optimizer, communicator)
     integrity = Integrity(model, units, sharded_optimizer, state_offload)
     full_parameters = FullParameters(model, units, communicator, integrity)
-    own(model, full_parameters)
+    mark_parameters(model, full_parameters)
     changes: dict[str, Any] = {}  # by the program, to gradients
     reducer = GradientReducer(
         units,

@@ -55,7 +55,7 @@ def admit(operation: Callable[..., Any]) -> None:
 class UnitOfParameter(Protocol):
     """What a parameter knows of its unit."""
 
-    def lend(self) -> bool:
+    def gather_for_part(self) -> bool:
         """Gather the unit if the program may use it where it is now; return whether it may. Collective."""
 
     def set_to_itself(self, parameter: nn.Parameter) -> None:
@@ -78,7 +78,7 @@ class ShardedParameter(nn.Parameter):
                 return func(*args, **(kwargs or {}))
         found = _first_sharded(args, kwargs)
         own = {} if found is None else found.__dict__
-        if UNIT_ATTRIBUTE in own and own[UNIT_ATTRIBUTE].lend():
+        if UNIT_ATTRIBUTE in own and own[UNIT_ATTRIBUTE].gather_for_part():
             return func(*args, **(kwargs or {}))
         if func is torch.Tensor.detach and _blocks and REASON_ATTRIBUTE not in own:
             return AbsentValues.of(args[0])

@@ -30,11 +30,11 @@ class Keep(Enum):
 
     VIEWED = "an output that cannot be copied is a view of a parameter; until the model's next forward"
     DIFFERENTIATED = "its backward is part of a graph, create_graph=True; until the engine's backward is over"
-    LENT = "a module inside was called past the unit; until the optimizer step's last backward is over"
-    READ = "likewise, without gradients; until the next forward of the model or of such a module"
+    PART_CALLED = "a module inside was called past the unit; until the optimizer step's last backward is over"
+    PART_READ = "likewise, without gradients; until the next forward of the model or of such a module"
 
 
-FOR_PARTS = frozenset({Keep.LENT, Keep.READ})
+FOR_PARTS = frozenset({Keep.PART_CALLED, Keep.PART_READ})
 
 
 class State(Enum):
@@ -309,7 +309,7 @@ class ShardedUnit:
         self._gathered = stay
         self._stale = False
 
-    def rest(self) -> None:
+    def stay_gathered(self) -> None:
         """Stay gathered for a later use. Until then, a module inside that is called past the unit is seen."""
         if not (self.resident or self.in_use):
             self.guard.close()

@@ -144,22 +144,22 @@ class TrainingPass(Uncopied):
             with apart():
                 self._streamed_state.return_all_to_host()  # graphs do this themselves
             self._issued = self._communicator.issued
-        return self.prepare_forward(args, kwargs, own_calls=1)
+        return self.prepare_forward(args, kwargs, known_calls=1)
 
     def prepare_forward(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], own_calls: int = 0
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], known_calls: int = 0
     ) -> tuple[Any, Any] | None:
-        """Prepare a forward, run by hooks or by a graph; see `begin_forward`. own_calls: as in `in_use`."""
+        """Prepare a forward, run by hooks or by a graph; see `begin_forward`. known_calls: as in `in_use`."""
         self.notice_failure()
         self._integrity.check_present()
         if not self.in_backward:
             self._streamed_state.dropped()  # this forward may need their room
             self._forwards += torch.is_grad_enabled()
             self._autocast.begin_forward()
-        if not (_in_autograd() or self.in_use(own_calls)):
+        if not (_in_autograd() or self.in_use(known_calls)):
             # What a forward prefetched or kept but never used.
             with apart():
-                self.release_all(keep=(Keep.DIFFERENTIATED, Keep.LENT))
+                self.release_all(keep=(Keep.DIFFERENTIATED, Keep.PART_CALLED))
             self._forget_progress()
             self.schedule.begin(torch.is_grad_enabled())
             self._integrity.check_refreshed()
@@ -234,8 +234,8 @@ class TrainingPass(Uncopied):
         self._leave_backward()
         self._reset()
         torch.clear_autocast_cache()  # an autocast block that goes on must cast anew: these units are gone
-        # Another micro-batch's forward may have come before this backward, with parts that are lent.
-        self.release_all(keep=() if self._last and self._steps is not None else (Keep.LENT,))
+        # Another micro-batch's forward may have come before this backward, with parts that were called.
+        self.release_all(keep=() if self._last and self._steps is not None else (Keep.PART_CALLED,))
         self.backwards += 1
         if self._last:
             self._held_gradients.show()
@@ -435,13 +435,13 @@ class TrainingPass(Uncopied):
 
     # -- between ------------------------------------------------------------------------------------------
 
-    def in_use(self, own_calls: int = 0) -> bool:
+    def in_use(self, known_calls: int = 0) -> bool:
         """Return whether a forward or a `zero.gathered` block is under way.
 
-        own_calls: how many module calls on the stack are the caller's own, and do not count.
+        known_calls: how many module calls on the stack are the caller's own, and do not count.
         """
         self.notice_failure()
-        self._forget_interrupted(own_calls)
+        self._forget_interrupted(known_calls)
         return any(unit.held for unit in self._units)
 
     def check_not_in_use(self, call: str) -> None:
@@ -457,13 +457,13 @@ class TrainingPass(Uncopied):
             unit.forget_calls(keep)
             unit.release()
 
-    def _forget_interrupted(self, own_calls: int = 0) -> None:
+    def _forget_interrupted(self, known_calls: int = 0) -> None:
         """Let go of units still held by a forward that a KeyboardInterrupt ended without running any hook.
 
         They would otherwise keep the values they have, whatever changes the weights.
         """
         held = any(unit.forwards for unit in self._units)
-        if held and calls_under_way(self.called) <= own_calls:
+        if held and calls_under_way(self.called) <= known_calls:
             self._communicator.in_pass = self.in_backward
             for calls in self.calls:
                 calls.leave_forward()

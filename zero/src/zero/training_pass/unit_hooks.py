@@ -77,8 +77,8 @@ class UnitHooks(Uncopied):
         unit.forwards += 1
         if calls.depth > 1:
             return inputs
-        if Keep.READ in unit.kept and calls_under_way(self._hooked) == 1:
-            unit.kept.discard(Keep.READ)  # what it was kept for is over
+        if Keep.PART_READ in unit.kept and calls_under_way(self._hooked) == 1:
+            unit.kept.discard(Keep.PART_READ)  # what it was kept for is over
         fmt = unit.format_for(autocast.enabled_dtype(self._pass.device_type))
         with apart():
             self._acquire(fmt)
@@ -143,7 +143,7 @@ class UnitHooks(Uncopied):
         self._leave_order()
         recomputed = self._pass.in_backward
         if bool(made) if recomputed else in_order and self._pass.schedule.needed_soon(unit):
-            unit.rest()
+            unit.stay_gathered()
         else:
             with apart():
                 unit.release()
@@ -179,7 +179,7 @@ class UnitHooks(Uncopied):
             self._pass.order.leave(self._calls.in_order)
             self._calls.in_order = None
 
-    def lend(self) -> bool:
+    def gather_for_part(self) -> bool:
         """Gather the unit for a module inside it that is called by another way than through the unit.
 
         From then on the module has hooks of its own, as the unit has. They are too late for this first call,
@@ -191,7 +191,7 @@ class UnitHooks(Uncopied):
             return False
         self._hook(part)
         with apart():
-            self._unit.gather_to_keep(Keep.LENT if torch.is_grad_enabled() else Keep.READ)
+            self._unit.gather_to_keep(Keep.PART_CALLED if torch.is_grad_enabled() else Keep.PART_READ)
         if torch.is_grad_enabled():
             self._calls.open_ended = True
             self._unit.computed_in = self._unit.format_for(None)
@@ -224,9 +224,9 @@ class _UnitOfParameter(Uncopied):
     def __init__(self, hooks: UnitHooks) -> None:
         self._hooks = weakref.ref(hooks)
 
-    def lend(self) -> bool:
+    def gather_for_part(self) -> bool:
         hooks = self._hooks()
-        return hooks is not None and hooks.lend()
+        return hooks is not None and hooks.gather_for_part()
 
     def set_to_itself(self, parameter: nn.Parameter) -> None:
         hooks = self._hooks()

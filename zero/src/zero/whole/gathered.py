@@ -35,7 +35,7 @@ class _Owner(Uncopied):
         return self._full_parameters()
 
 
-def own(model: nn.Module, full: FullParameters) -> None:
+def mark_parameters(model: nn.Module, full: FullParameters) -> None:
     """Mark the model's parameters as owned by an engine.
 
     From now on the model's `load_state_dict()` raises UsageError, except inside `gathered`: at 16 bits the
