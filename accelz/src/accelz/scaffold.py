@@ -128,7 +128,7 @@ def _sources(package: Package) -> Iterator[tuple[Path, Path]]:
 
 def _rendered(text: str, values: dict[str, str]) -> str:
     empty = "|".join(name for name, value in values.items() if not value)
-    text = re.sub(rf"^ *\$({empty})\n\n?", "", text, flags=re.MULTILINE) if empty else text
+    text = re.sub(rf"^ *\$({empty})\n", "", text, flags=re.MULTILINE) if empty else text
     return string.Template(text).substitute(values)
 
 
