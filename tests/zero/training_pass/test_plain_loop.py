@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
@@ -122,6 +123,10 @@ def ways_body(context: Context) -> dict[str, bool]:
     def loss(step: int, recompute: str = "") -> Tensor:
         return model(features(step, context.rank, model), path, recompute).loss  # type: ignore[no-any-return]
 
+    def whole(step: int) -> Tensor:
+        x = features(step, context.rank, model).requires_grad_()
+        return checkpoint(lambda x: model(x, path).loss, x, use_reentrant=False)  # type: ignore[no-any-return]
+
     def fail() -> None:
         x = features(3, context.rank, model).requires_grad_()
         with pytest.raises(ArithmeticError):
@@ -135,6 +140,10 @@ def ways_body(context: Context) -> dict[str, bool]:
         loss(0, recompute).backward()
         loss(1, recompute).backward()
         found[recompute] = same(taken(engine), expected)
+
+    whole(0).backward()
+    whole(1).backward()
+    found["all recomputed"] = same(taken(engine), expected)
 
     first, second = loss(0), loss(1)
     first.backward()

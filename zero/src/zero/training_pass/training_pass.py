@@ -42,7 +42,7 @@ from zero.training_pass.call import Call, CallEdges, number_of
 from zero.training_pass.call_order import CallOrder
 from zero.training_pass.progress import Progress
 from zero.training_pass.schedule import Schedule
-from zero.training_pass.under_way import calls_under_way
+from zero.training_pass.under_way import calls_under_way, runs_under_way
 from zero.training_pass.unit_calls import UnitCalls
 
 if TYPE_CHECKING:
@@ -68,10 +68,6 @@ class PassTracer(Tracer, Protocol):
     def end_backward(self) -> None: ...
 
     def drop(self) -> None: ...
-
-
-class _Run:
-    """A run of autograd that began a backward. Autograd holds it until the run is over, or has failed."""
 
 
 class TrainingPass(Uncopied):
@@ -109,7 +105,7 @@ class TrainingPass(Uncopied):
         self.sums_ranks = True  # those that begin now; False in `no_sync`
         self._steps = config.gradient_accumulation_steps
         self._last = False
-        self._run: weakref.ref[_Run] | None = None  # that began the backward under way
+        self._by_itself = False  # the backward under way was begun by autograd
         self._forwards = 0  # with gradients, since the last backward
         self._issued = 0  # collectives, when the last forward began
         self._config = config
@@ -248,7 +244,7 @@ class TrainingPass(Uncopied):
         self.backwards = 0
         if self.in_backward:
             self._leave_backward()
-        self._run = None
+        self._by_itself = False
         for gradients in self._reducer.all:  # what autograd has accumulated, and a hook has not let come here
             for parameter in gradients.group.parameters:
                 parameter.grad = None
@@ -264,7 +260,7 @@ class TrainingPass(Uncopied):
 
     def notice_failure(self) -> None:
         """Abandon a backward that was begun by autograd and has failed, of which autograd tells nobody."""
-        if self._run is not None and self._run() is None:
+        if self._by_itself and not _in_autograd():
             self.abandon()
 
     def zero_grad(self) -> None:
@@ -371,7 +367,8 @@ class TrainingPass(Uncopied):
         if task > self._entered:
             with self._entering:
                 if task > self._entered:
-                    self.notice_failure()
+                    if self._by_itself and runs_under_way() < 2:  # the run that began it is over
+                        self.abandon()
                     if self._steps is None and not self.in_backward and self._gives_gradients():
                         self._begin_by_itself()
                     self._expect_calls(task)
@@ -392,15 +389,14 @@ class TrainingPass(Uncopied):
         self._integrity.check_trainable()
         if self._config.loss_scale is not None:
             raise UsageError(_UNSCALED)
-        run = _Run()
-        self._run = weakref.ref(run)
+        self._by_itself = True
         self.begin()
-        torch.autograd.Variable._execution_engine.queue_callback(partial(self._end_by_itself, run))
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_by_itself)
 
-    def _end_by_itself(self, run: _Run) -> None:
+    def _end_by_itself(self) -> None:
         try:
             self.end()
-            self._run = None
+            self._by_itself = False
         except BaseException:
             self.abandon()
             raise

@@ -1,4 +1,4 @@
-"""Find out from the stack which forwards are under way, where no hook has reported it.
+"""Find out from the stack which forwards and backwards are under way, where no hook has reported it.
 
 torch calls a module's forward hooks when its forward returns or raises an Exception. KeyboardInterrupt,
 SystemExit and the like bypass them, and hooks may have been removed. A forward that is still running is on
@@ -14,14 +14,21 @@ from itertools import takewhile
 from types import FrameType
 
 from torch import nn
+from torch.autograd.graph import _engine_run_backward
 from torch.nn.utils.parametrize import ParametrizationList
 
 _CALL = nn.Module._call_impl.__code__
+_RUN = _engine_run_backward.__code__
 
 
 def calls_under_way(modules: Container[nn.Module]) -> int:
     """Count the calls of these modules in all threads. Takes about 0.1 ms, more with deeper stacks."""
     return sum(frame.f_locals["self"] in modules for frame in _frames() if frame.f_code is _CALL)
+
+
+def runs_under_way() -> int:
+    """Count the runs of autograd in all threads, those within others included."""
+    return sum(frame.f_code is _RUN for frame in _frames())
 
 
 def modules_called() -> list[nn.Module]:
