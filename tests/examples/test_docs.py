@@ -9,6 +9,8 @@ import pytest
 
 from tests.accelz import forked
 
+pytestmark = pytest.mark.slow  # trains
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -16,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
     ("document", "ranks"),
     [
         ("README.md", 1),
-        pytest.param("docs/user-guide.md", 2, marks=pytest.mark.slow),
+        ("docs/user-guide.md", 2),
         ("docs/migration.md", 1),
         ("zero/README.md", 1),
         ("accelz/README.md", 1),
