@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from pathlib import Path
 from typing import Any
-from unittest.mock import PropertyMock, patch
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from accelz.conformance.cluster import Clusters, Context
 from tests.capacity import capacity
 from tests.zero.helpers.fingerprint import fingerprint
 from tests.zero.helpers.training import adamw, collected
+from zero.config.offload import MeasuredOffload
 from zero.optimizer.streamed_record import StreamedRecord
 from zero.tiers.swap_file import PAGE
 
@@ -182,14 +183,12 @@ def test_a_parameter_in_several_pieces_is_named_once(cluster: Clusters, tmp_path
 
 def course(context: Context, offload: Any) -> dict[str, Any]:
     gc.collect()
-    tiers = zero.Offload(optimizer="host", sub_group_size=SUB) if offload else zero.Offload()
-    with patch.object(zero.Config, "tiers", PropertyMock(return_value=tiers)):
-        engine = build(offload, precision="bf16")
-        losses, peaks = [], []
-        for step in range(6):
-            context.accelerator.memory.reset_peak()
-            losses.append(one_step(engine, step))
-            peaks.append(context.accelerator.memory.stats().peak)
+    engine = build(offload, precision="bf16")
+    losses, peaks = [], []
+    for step in range(6):
+        context.accelerator.memory.reset_peak()
+        losses.append(one_step(engine, step))
+        peaks.append(context.accelerator.memory.stats().peak)
     predicted = engine._placement.predicted_peak
     tiers_now = [sub.record.tier.name for unit in engine.units for group in unit.groups for sub in group.subs]
     return {"losses": losses, "peaks": peaks, "tiers": tiers_now, "predicted": predicted}
@@ -199,12 +198,12 @@ def course(context: Context, offload: Any) -> dict[str, Any]:
 def auto_body(context: Context) -> dict[str, Any]:
     """Room for half of the optimizer state of the only unit."""
     plain = course(context, None)
-    roomy = course(context, "auto")
+    roomy = course(context, MeasuredOffload(sub_group_size=SUB))
     gc.collect()
     state = 3 * 4 * VOCABULARY * WIDTH // context.size
     enough = int((roomy["peaks"][-1] - state // 2) / 0.98)
     with capacity(context.accelerator, enough):
-        auto = course(context, "auto")
+        auto = course(context, MeasuredOffload(sub_group_size=SUB))
     return {"plain": plain, "roomy": roomy, "auto": auto, "capacity": enough}
 
 
