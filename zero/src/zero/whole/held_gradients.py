@@ -149,14 +149,11 @@ class HeldGradients:
         shared = self._shared_multipliers()
         self._changes |= {
             "parameters whose `.grad` was removed before the last step": [self._name(p) for p in removed],
-            "how gradients were multiplied before the last step": repr(
-                [
-                    (self._name(p), [None if isinstance(each, Tensor) else each for each in by])
-                    for p, by in self._multipliers.items()
-                ]
-            )
-            if shared is None
-            else str([None if isinstance(each, Tensor) else each for each in shared]),
+            "how gradients were multiplied before the last step": (
+                [[self._name(p), *_told(by)] for p, by in self._multipliers.items()]
+                if shared is None
+                else _told(shared)
+            ),
         }
         if shared is None:
             self._apply_multipliers()
@@ -164,6 +161,8 @@ class HeldGradients:
 
     def _shared_multipliers(self) -> tuple[Multiplier, ...] | None:
         """What multiplies all gradients; None where they are multiplied by different numbers."""
+        if not self._multipliers:
+            return ()
         every = [self._multipliers.get(parameter, ()) for parameter in self._reducer.used()]
         first = every[0] if every else ()
         same = all(len(each) == len(first) and all(map(_same, each, first)) for each in every)
@@ -272,6 +271,11 @@ class HeldGradients:
                     changing(gradients.slice.get()[piece.shard_slice]) as values,
                 ):
                     change(values, slice(piece.start, piece.start + piece.length))
+
+
+def _told(multipliers: Iterable[Multiplier]) -> list[float | None]:
+    """The numbers among them; those on the device are not read."""
+    return [None if isinstance(each, Tensor) else each for each in multipliers]
 
 
 def _on(number: Multiplier, beside: Tensor) -> Any:
