@@ -15,7 +15,6 @@ R = TypeVar("R")
 
 _WEIGHTS = "engine.save_checkpoint(path), then `zero consolidate path weights --dtype keep`"
 MIGRATION_HINTS = {
-    "clip_grad_norm_": "set zero.Config(clip_norm=...); engine.grad_norm is the norm",
     "device": "engine.accelerator.device",
     "forward": "call engine(...)",
     "get_global_grad_norm": "engine.grad_norm",
