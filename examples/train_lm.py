@@ -91,7 +91,7 @@ class Run:
         """Take one optimizer step, on the global batch of `step`."""
         settings, engine, began = self.settings, self.engine, time.perf_counter()
         batch = training_rows(self.corpus.train, settings.shape.context, settings.batch, settings.seed, step)
-        total = torch.zeros((), device=engine.accelerator.device)
+        total = torch.zeros((), device=engine.device)
         for rows in shares(batch, settings.accumulate, engine.rank, engine.world_size):
             loss = self.loss(rows)
             engine.backward(loss)  # [zero 2] instead of loss.backward()
@@ -115,7 +115,7 @@ class Run:
 
     def loss(self, rows: Tensor) -> Tensor:
         """Mean loss in nats per byte of `rows` [rows, context + 1]."""
-        rows = rows.to(self.engine.accelerator.device)
+        rows = rows.to(self.engine.device)
         return self.engine(rows[:, :-1], rows[:, 1:])
 
     @torch.no_grad()
@@ -164,7 +164,7 @@ class Run:
         self.engine.eval()
         with zero.gathered(self.model):  # gathered once, not once for every byte
             for _ in range(settings.sample_bytes):
-                seen = torch.tensor([text[-settings.shape.context :]], device=self.engine.accelerator.device)
+                seen = torch.tensor([text[-settings.shape.context :]], device=self.engine.device)
                 likely = (self.engine(seen)[0, -1].cpu() / TEMPERATURE).softmax(-1)
                 text.append(int(torch.multinomial(likely, 1, generator=generator)))
         self.engine.train()

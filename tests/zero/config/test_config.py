@@ -294,6 +294,7 @@ def test_the_public_face_is_frozen() -> None:
         "loss_scale",
         "skipped_steps",
         "traffic",
+        "device",
         "rank",
         "world_size",
         "train",

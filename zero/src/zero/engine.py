@@ -250,6 +250,11 @@ class Engine:
         return self._communicator.traffic
 
     @property
+    def device(self) -> torch.device:
+        """The device that this rank trains on."""
+        return self.accelerator.device
+
+    @property
     def rank(self) -> int:
         return self._communicator.group.rank
 

@@ -15,14 +15,13 @@ R = TypeVar("R")
 
 _WEIGHTS = "engine.save_checkpoint(path), then `zero consolidate path weights --dtype keep`"
 MIGRATION_HINTS = {
-    "device": "engine.accelerator.device",
     "forward": "call engine(...)",
     "get_global_grad_norm": "engine.grad_norm",
     "get_lr": "read engine.optimizer.param_groups, or the scheduler",
     "global_rank": "engine.rank",
     "global_steps": "engine.steps",
     "is_gradient_accumulation_boundary": "engine.is_boundary",
-    "local_rank": "the environment's LOCAL_RANK; engine.accelerator.device is this rank's device",
+    "local_rank": "the environment's LOCAL_RANK; engine.device is this rank's device",
     "save_16bit_model": _WEIGHTS,
     "save_fp16_model": _WEIGHTS,
 }
