@@ -264,3 +264,21 @@ def test_several_forwards_train_alike_with_other_settings(cluster: Clusters, siz
             torch.testing.assert_close(
                 compiled, eager, atol=atol, rtol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
             )
+
+
+def compiled_late_body(context: Context) -> tuple[str, str]:
+    """A forward that is compiled between a backward and its step, where parameters have gradients."""
+    engine = build(AOT)
+    engine.backward(engine(batch(engine, 0)))
+    with torch.no_grad():
+        engine(batch(engine, 1)[:2])
+    engine.step()
+    train(engine, 2)
+    return engine.explain().mode, engine.explain().why
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_forward_is_compiled_beside_gradients(cluster: Clusters, size: int) -> None:
+    for mode, why in cluster(size).run(compiled_late_body, limit=120):
+        assert (mode, why) == ("graph", "")

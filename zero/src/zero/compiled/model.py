@@ -69,6 +69,10 @@ class CompiledModel:
         module._compiled_call_impl = torch.compiler.disable(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self._pass.gradients_aside():
+            return self._call(args, kwargs)
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._is_one_graph or torch._C._len_torch_dispatch_stack():
             return self._model()._call_impl(*args, **kwargs)
         begun = self._pass.prepare_forward(args, kwargs)

@@ -9,7 +9,8 @@ collective: every rank has to ask.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar, Protocol, Self
 
 import torch
@@ -178,6 +179,20 @@ class StandIns:
             for parameter in self._shown:
                 parameter.grad = None
         self._shown.clear()
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """In the block, parameters have no gradients: a compiler would take stand-ins for tensors."""
+        with torch._C.DisableTorchFunctionSubclass():
+            there = [p for p in self._shown if p.grad is self._made[p]]
+            for parameter in there:
+                parameter.grad = None
+        try:
+            yield
+        finally:
+            with torch._C.DisableTorchFunctionSubclass():
+                for parameter in there if self._shown else ():  # unless they were hidden meanwhile
+                    parameter.grad = self._made[parameter]
 
     def _of(self, parameter: nn.Parameter, held: HeldGradient | None) -> Tensor:
         made = self._made.get(parameter)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from threading import RLock
 from typing import TYPE_CHECKING, Any, Protocol
@@ -262,6 +263,10 @@ class TrainingPass(Uncopied):
         """Abandon a backward that was begun by autograd and has failed, of which autograd tells nobody."""
         if self._by_itself and not _in_autograd():
             self.abandon()
+
+    def gradients_aside(self) -> AbstractContextManager[None]:
+        """Wrap a call that may be compiled, which has no use for what stands for gradients."""
+        return nullcontext() if self.in_backward else self._held_gradients.aside()
 
     def zero_grad(self) -> None:
         """Drop the gradients of a step that will not be made."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -132,6 +133,10 @@ class HeldGradients:
         self._of_pieces.hide()
         self._multipliers.clear()
         self._norms.clear()
+
+    def aside(self) -> AbstractContextManager[None]:
+        """Wrap what may be compiled: in the block, the model's parameters have no gradients."""
+        return self._stand_ins.aside()
 
     def settle(self) -> tuple[Multiplier, ...]:
         """Heed what the program has changed, before the step. Returns what multiplies all gradients.
