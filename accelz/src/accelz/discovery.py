@@ -77,7 +77,7 @@ def how_to_have(name: str) -> str:
     known = sorted({*FIRST_PARTY, *(entry.name for entry in installed())})
     if name in FIRST_PARTY:
         return f"To add it: pip install accelz-{name}"
-    near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.6)
+    near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.7)  # "gpu" is not meant as "xpu"
     if near:
         return f"Did you mean {near[0]!r}? The names known here are {', '.join(known)}"
     return f"The names known here are {', '.join(known)}; for another device, install its vendor's package"

@@ -162,7 +162,10 @@ def _warn_broken(rows: list[BackendRow]) -> None:
 def _advice(name: str | None, environ: Mapping[str, str]) -> str:
     rows = discovery.list_backends(environ)
     installed = ", ".join(f"{r.name} ({r.status.value})" for r in rows) or "none"
-    available = ", ".join(r.name for r in rows if r.status is Status.AVAILABLE) or "none"
-    listing = f"Installed: {installed}. Available: {available}"
-    what = discovery.how_to_have(name) if name else "To add the CPU: pip install accelz-cpu"
-    return f"{listing}. {what}; `accelz list` shows the reasons"
+    available = ", ".join(r.name for r in rows if r.status is Status.AVAILABLE)
+    listing = f"Installed: {installed}. Available: {available or 'none'}"
+    if name:
+        return f"{listing}. {discovery.how_to_have(name)}; `accelz list` shows the reasons"
+    if available:
+        return f"{listing}; `accelz list` shows the reasons"
+    return f"{listing}. To add the CPU: pip install accelz-cpu; `accelz list` shows the reasons"
