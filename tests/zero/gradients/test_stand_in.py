@@ -53,6 +53,14 @@ def shifted(model: nn.Module) -> None:
         parameter.grad.data.sub_(torch.full(parameter.shape, 0.005, device=parameter.device))
 
 
+def written_to(model: nn.Module) -> None:
+    """By an index, by `out`, and by an operator that has no method of that name."""
+    for parameter in not_empty(model):
+        parameter.grad[...] = parameter.grad[...] + 0.02
+        torch.add(parameter.grad, 0.01, out=parameter.grad)
+        parameter.grad -= 0.005
+
+
 def some_zero(model: nn.Module) -> None:
     for parameter in with_gradient(model)[::2]:
         parameter.grad.fill_(float("inf"))
@@ -79,6 +87,7 @@ CHANGES: dict[str, Use] = {
     "each by its place": each_by_its_place,
     "by one number": by_one_number,
     "shifted": shifted,
+    "written to": written_to,
     "some zero": some_zero,
     "some removed": some_removed,
     "zeros": lambda m: m.zero_grad(set_to_none=False),

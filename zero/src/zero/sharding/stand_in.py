@@ -273,7 +273,8 @@ def _answer_itself(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
 
 
 def _answer_whole(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Any other function, of whole gradients. One that changes its first argument changes the gradient."""
+    """Any other function, of whole gradients. One that changes its first argument, or writes to `out`,
+    changes the gradient."""
     wholes: dict[int, Tensor] = {}
 
     def whole(value: Any) -> Any:
@@ -284,23 +285,22 @@ def _answer_whole(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
         return wholes[id(value)]
 
     changes = _changes_in_place(func)
-    targets = args[0] if changes and isinstance(args[0], (list, tuple)) else args[:1] if changes else ()
+    targets = [kwargs.get("out")]
+    if changes:
+        targets += args[0] if isinstance(args[0], (list, tuple)) else args[:1]
     args_, kwargs_ = tree_map(whole, (args, kwargs))
     result = func(*args_, **kwargs_)
     for target in targets:
         if isinstance(target, ShardedGradient):
             parameter, held = target.of
             held.put(parameter, wholes[id(target)])
-    return args[0] if changes else result
+    return args[0] if changes else kwargs.get("out", result)
 
 
 def _changes_in_place(func: Callable[..., Any]) -> bool:
-    """By the name: `add_` and `__iadd__`."""
+    """By the name: `add_`, `__iadd__` and `__setitem__`."""
     name = getattr(func, "__name__", "")
-    special = name.endswith("__")
-    return (name.endswith("_") and not special) or (
-        special and name.startswith("__i") and name != "__invert__"
-    )
+    return name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
 
 
 def _is_number(value: Any) -> bool:
@@ -317,6 +317,12 @@ def _refuse(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     )
 
 
+_IN_PLACE = frozenset(
+    """
+    __setitem__ __iadd__ __isub__ __imul__ __itruediv__ __ifloordiv__ __imod__ __ipow__ __iand__ __ior__
+    __ixor__ __ilshift__ __irshift__
+    """.split()  # noqa: SIM905
+)
 _DIVISIONS = frozenset(
     (Tensor.div_, Tensor.divide_, Tensor.true_divide_, Tensor.__itruediv__, torch._foreach_div_)
 )
