@@ -289,6 +289,7 @@ def test_the_public_face_is_frozen() -> None:
         "no_sync",
         "zero_grad",
         "explain",
+        "steps",
         "is_boundary",
         "grad_norm",
         "loss_scale",

@@ -84,7 +84,8 @@ def test_a_usual_one_is_taken_over(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_what_each_key_becomes(given: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert zero.from_deepspeed(given, world_size=2) == zero.Config(**expected)
+    counting = {"gradient_accumulation_steps": 1, **expected}  # as DeepSpeed does
+    assert zero.from_deepspeed(given, world_size=2) == zero.Config(**counting)
 
 
 def test_tiers() -> None:
@@ -164,12 +165,14 @@ def test_auto_is_refused_only_where_its_value_would_count() -> None:
     given: dict[str, Any] = {
         "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto"}
     }
-    assert zero.from_deepspeed(given) == zero.Config(stage=3)
+    assert zero.from_deepspeed(given) == zero.Config(stage=3, gradient_accumulation_steps=1)
     tuning = {
         "aio": {"block_size": 1048576, "queue_depth": 8, "single_submit": False, "overlap_events": True}
     }
     same = {"data_types": {"grad_accum_dtype": "fp32"}}
-    assert zero.from_deepspeed({**given, **tuning, **same}) == zero.Config(stage=3)
+    assert zero.from_deepspeed({**given, **tuning, **same}) == zero.Config(
+        stage=3, gradient_accumulation_steps=1
+    )
     given["fp16"] = {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000}
     given["optimizer"] = {"params": {"lr": "auto"}}
     with pytest.raises(zero.ConfigError) as caught:

@@ -126,7 +126,8 @@ def test_one_rank_raises(disposable: Ranks) -> None:
 def usage_body(context: Context) -> dict[str, str]:
     """Calls that make no sense; the engine works after each."""
     model = LanguageModel()
-    engine = zero.initialize(model, adamw(model), zero.Config(timeout=10))
+    config = zero.Config(timeout=10, gradient_accumulation_steps=1)
+    engine = zero.initialize(model, adamw(model), config)
     batch = tokens(0, context.rank, model)
     messages = {}
 

@@ -120,7 +120,7 @@ def left_over_body(context: Context) -> tuple[bool, float, str]:
 
 def test_the_model_goes_on_gathering_without_the_engine(cluster: Clusters) -> None:
     found = cluster(2).run(left_over_body)
-    assert all(gone and "engine.step()" in said for gone, _, said in found)
+    assert all(gone and "keep what zero.initialize returns" in said for gone, _, said in found)
     assert found[0][1] == found[1][1] != 0
 
 
@@ -142,7 +142,7 @@ def fail(engine: zero.Engine, folder: str) -> None:
 
 def failed_body(context: Context, folder: str) -> bool:
     with no_collection():
-        engine = trained(zero.Config(timeout=20), adamw)
+        engine = trained(zero.Config(timeout=20, gradient_accumulation_steps=1), adamw)
         alive = weakref.ref(engine)
         fail(engine, folder)
         del engine

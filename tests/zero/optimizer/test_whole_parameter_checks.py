@@ -31,7 +31,8 @@ def face_body(context: Context) -> dict[str, Any]:
     model = fresh()
     optimizers = muon(model)
     schedulers = [torch.optim.lr_scheduler.StepLR(each, 1, gamma=0.5) for each in optimizers]
-    engine = zero.initialize(model, optimizers, zero.Config(timeout=20))
+    config = zero.Config(timeout=20, gradient_accumulation_steps=1)
+    engine = zero.initialize(model, optimizers, config)
     engine.backward(language_loss(model, 0, context.rank))
     hooked: list[str] = []
     schedulers.append(torch.optim.lr_scheduler.StepLR(engine.optimizer, 1, gamma=1.0))

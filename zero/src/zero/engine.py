@@ -49,7 +49,7 @@ class Engine:
     """Trains a sharded model; made by `zero.initialize`.
 
     module: the model. optimizer: the user's own object; where there are several, one object that has the
-    param_groups of all of them. steps: optimizer steps taken, skipped ones included (see `skipped_steps`).
+    param_groups of all of them.
     """
 
     def __init__(
@@ -80,7 +80,6 @@ class Engine:
         self.optimizer = optimizer
         self.config = config
         self.accelerator = accelerator
-        self.steps = 0
         self.units = tuple(units)
         self._communicator = communicator
         self._integrity = integrity
@@ -97,7 +96,6 @@ class Engine:
         self._optimizer_state = optimizer_state
         self._checkpoints = checkpoints
         self._tracer = tracer
-        self._state_checked = False
 
     # -- training -----------------------------------------------------------------------------------
 
@@ -136,7 +134,7 @@ class Engine:
                 f"{self.config.gradient_accumulation_steps} times: call engine.step() first, or "
                 "engine.zero_grad() to drop these gradients"
             )
-        self._factor.norm = None
+        self._factor.begin_backward(by_engine=True, more=self._pass.has_gradients)
         try:
             self._pass.begin()
             with self._placement.repeating():
@@ -173,17 +171,8 @@ class Engine:
             raise UsageError("step() without backward(): call engine.backward(loss) first")
         if not self.is_boundary:
             return False
-        if not self._pass.summed:
-            raise UsageError(
-                "the last backward before step() was inside engine.no_sync(), so its gradients are no sums "
-                "over the ranks: run the last backward of a step outside of it"
-            )
-        self._boundary.step()
-        self.steps += 1
-        self._boundary.after_step()
-        if not self._state_checked and self._boundary.optimizer.has_state_beside:
-            self._state_checked = True
-            self._checkpoints.check_state()
+        self._boundary.optimizer.check_not_replaced()
+        self._boundary.step(self.optimizer, keep=False)
         return True
 
     @contextmanager
@@ -216,6 +205,11 @@ class Engine:
         if self._compiled is None:
             raise UsageError("explain() describes compiled models: set zero.Config(compile=True)")
         return self._compiled.explain()
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps taken, skipped ones included (see `skipped_steps`)."""
+        return self._boundary.steps
 
     @property
     def is_boundary(self) -> bool:
@@ -460,7 +454,7 @@ class Engine:
         if interrupted and loaded.left_out:
             self._integrity.interrupt()
         if not weights_only:
-            self.steps = loaded.steps
+            self._boundary.steps = loaded.steps
         return loaded
 
     def load_pretrained(self, path: str | Path, *, strict: bool = True, rename: Rename | None = None) -> None:
@@ -496,10 +490,9 @@ class Engine:
         After an error, such as no room on the host, part of the state has been moved: call this again, or
         `reload_states()`, on every rank.
         """
-        if self._pass.backwards:
+        if self._pass.has_gradients:
             raise UsageError(
-                "offload_states() was called between backward() and step(), while there are gradients: call "
-                "engine.step() first"
+                "offload_states() was called while there are gradients: call step(), then zero_grad(), first"
             )
         self._integrity.check_complete()
         self._pass.check_not_in_use("offload_states")

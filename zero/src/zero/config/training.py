@@ -35,9 +35,11 @@ class Config(Validated):
         network between machines is slow (hybrid sharding; MiCS, Zhang et al., 2022). Each further set of so
         many ranks has its own copy, and only reduced slices of gradients travel between copies. None, or the
         number of ranks: all ranks share one copy. It must divide the number of ranks.
-    gradient_accumulation_steps: micro-batches (calls of `engine.backward`) per optimizer step. None: as in
-        PyTorch, gradients add up over every `loss.backward()` or `engine.backward(loss)` until `engine.step`
-        or `engine.zero_grad`, and are divided by the number of ranks only; sums are kept in fp32.
+    gradient_accumulation_steps: None: as in PyTorch, gradients add up over every `loss.backward()` until
+        `optimizer.zero_grad()`, are divided by the number of ranks only, and `optimizer.step()` is an
+        optimizer step whenever it is called. A number: the engine counts micro-batches, calls of
+        `engine.backward(loss)`, and `engine.step()` is an optimizer step after so many, with the gradient of
+        their mean. Sums are kept in fp32.
     accumulate: "sharded" reduces every micro-batch and keeps only this rank's slice; "local" keeps whole
         gradients and communicates once per optimizer step. Stage 1 is always local.
     reduce_dtype: dtype in which gradients travel; None sends them in the dtype in which they were computed or
@@ -78,7 +80,7 @@ class Config(Validated):
     stage: Literal[0, 1, 2, 3] = 3
     precision: Literal["model", "fp32", "bf16", "fp16"] = "model"
     shard_ranks: int | None = Field(default=None, ge=2)
-    gradient_accumulation_steps: int | None = Field(default=1, ge=1)
+    gradient_accumulation_steps: int | None = Field(default=None, ge=1)
     accumulate: Literal["sharded", "local"] = "sharded"
     reduce_dtype: Literal["fp32", "bf16", "fp16"] | None = None
     gather_dtype: Literal["int8", "fp8"] | None = None

@@ -15,6 +15,7 @@ from accelz import Accelerator
 from zero.communication.communicator import Communicator
 from zero.communication.job import Mesh
 from zero.config.training import Config
+from zero.errors import UsageError
 from zero.gradients.loss_scale import LossScale
 from zero.gradients.reducer import GradientReducer
 from zero.sharding.stand_in import Multiplier
@@ -25,7 +26,9 @@ _EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 class GradientFactor:
     """norm: 0-dim fp32, the norm of the gradients at the last step, before clipping; overwritten at the next
-    step. None where nothing asks for it, and before it is measured."""
+    step. None where nothing asks for it, and before it is measured. by_program: whether the program itself
+    has multiplied the losses of these gradients, by a GradScaler, rather than the engine by its loss scale.
+    """
 
     def __init__(
         self,
@@ -35,6 +38,8 @@ class GradientFactor:
         accelerator: Accelerator,
     ) -> None:
         self.norm: Tensor | None = None
+        self.by_program = False
+        self._scale_is_given = "loss_scale" in config.model_fields_set and config.loss_scale is not None
         self._size = communicator.group.size
         self._clip_norm = config.clip_norm
         self._micro_batches = config.gradient_accumulation_steps or 1
@@ -44,6 +49,30 @@ class GradientFactor:
         numbers = scalars(accelerator, "for the factor of the gradients", 5)
         self._mean, self._multiplied, self._norm, self._overflow, self._clip = numbers
         self._mean.fill_(1.0 / self._size)
+
+    def begin_backward(self, by_engine: bool, more: bool) -> None:
+        """Raise UsageError if gradients with and without the engine's loss scale would be added up, or if a
+        loss lacks it. by_engine: whether the loss goes through `scaled`. more: to be added to others."""
+        self.norm = None
+        if self._loss_scale is None:
+            return
+        if not by_engine and self._scale_is_given:
+            raise UsageError(_UNSCALED)
+        if more and by_engine is self.by_program:
+            raise UsageError(_MIXED)
+        self.by_program = not by_engine
+
+    def rescaling(self) -> Tensor | None:
+        """0-dim; what gradients that stayed after a step are multiplied by, for others to be added to them.
+        None for 1."""
+        if self._loss_scale is None or self.by_program or not self._loss_scale.moved:
+            return None
+        return self._loss_scale.scale / self._loss_scale.of_gradients
+
+    def drop(self) -> None:
+        """There are no gradients any more, or all of them have the present scale."""
+        if self._loss_scale is not None and self._loss_scale.moved:
+            self._loss_scale.begin()
 
     def scaled(self, loss: Tensor) -> Tensor:
         """A micro-batch's part of the step's loss, times the loss scale."""
@@ -55,9 +84,11 @@ class GradientFactor:
 
     def mean(self) -> Tensor | None:
         """1 / (world size × loss scale), 0-dim fp32, overwritten at the next call; None for 1."""
-        if self._loss_scale is not None:
-            return torch.mul(self._loss_scale.scale, self._size, out=self._mean).reciprocal_()
-        return None if self._size == 1 else self._mean
+        if self._loss_scale is None:
+            return None if self._size == 1 else self._mean
+        if self.by_program:
+            return self._mean.fill_(1.0 / self._size)
+        return torch.mul(self._loss_scale.of_gradients, self._size, out=self._mean).reciprocal_()
 
     def complete(
         self, reducer: GradientReducer, multipliers: Sequence[Multiplier] = ()
@@ -74,13 +105,13 @@ class GradientFactor:
             for each in multipliers:
                 self._multiplied.mul_(each.to(self._mean.device) if isinstance(each, Tensor) else each)
             factor = self._multiplied
-        if self._loss_scale is None and self._clip_norm is None:
+        if self._clip_norm is None and (self._loss_scale is None or self.by_program):
             return factor, None
         self.norm = norm = self.measure(reducer, factor)
         if self._clip_norm is not None:
             clip = clip_coefficient(norm, self._clip_norm, out=self._clip)
             factor = clip if factor is None else clip.mul_(factor)
-        return factor, self._overflow if self._loss_scale is not None else None
+        return factor, None if self._loss_scale is None or self.by_program else self._overflow
 
     def measure(self, reducer: GradientReducer, factor: Tensor | None) -> Tensor:
         """Collective. The norm of all gradients times `factor`, 0-dim, overwritten at the next call; also
@@ -104,3 +135,13 @@ class GradientFactor:
 def clip_coefficient(norm: Tensor, max_norm: float, out: Tensor | None = None) -> Tensor:
     """What gradients of this norm are multiplied by for a norm of at most `max_norm`, as in torch."""
     return torch.add(norm, _EPSILON, out=out).reciprocal_().mul_(max_norm).clamp_(max=1.0)
+
+
+_UNSCALED = (
+    "loss.backward() does not multiply the loss by the loss scale that the settings ask for: call "
+    "engine.backward(loss), which does, or remove Config(loss_scale=...) and use torch.amp.GradScaler"
+)
+_MIXED = (
+    "gradients of engine.backward(loss), which multiplies the loss by the loss scale, and of "
+    "loss.backward(), which does not, cannot be added up: use one of them in a step"
+)

@@ -211,6 +211,16 @@ class GroupGradients:
         self.locally_used.clear()
         self.used.clear()
 
+    def forget(self, index: int) -> None:
+        """Parameter `index` has no gradient any more. What is left of it in the slice is to be made zero."""
+        for known in (self.filled, self.locally_used, self.used):
+            known.discard(index)
+
+    def zero_unreduced(self, index: int) -> None:
+        """Make what has not been reduced of a parameter's gradient zero."""
+        if self.whole is not None and index in self.filled:
+            self.whole.views[index].zero_()
+
     def release_whole(self, whole: FlatBuffer) -> None:
         """Release a whole buffer that has been reduced, so that other gradients can use it."""
         whole.release()

@@ -21,15 +21,18 @@ LEAST, MOST = 2.0**-24, 2.0**24
 class LossScale:
     """scale: 0-dim fp32 on the device; the loss is multiplied by it. window: good steps before it doubles.
 
-    good_steps: 0-dim, their number since the scale last changed. skipped: 0-dim, how many steps were skipped
-    so far; in_a_row: 0-dim, those since the last that was not. fixed: whether the given scale is kept for
-    ever.
+    of_gradients: 0-dim, the scale of the gradients that there are: they may stay after a step that has
+    changed `scale`. moved: whether there was such a step. good_steps: 0-dim, their number since the scale
+    last changed. skipped: 0-dim, how many steps were skipped so far; in_a_row: 0-dim, those since the last
+    that was not. fixed: whether the given scale is kept for ever.
     """
 
     def __init__(self, accelerator: Accelerator, initial: float, window: int, fixed: bool) -> None:
-        numbers = scalars(accelerator, "for the loss scale", 5)
-        self.scale, self.good_steps, self.skipped, self.in_a_row, self._factor = numbers
+        numbers = scalars(accelerator, "for the loss scale", 6)
+        self.scale, self.of_gradients, self.good_steps, self.skipped, self.in_a_row, self._factor = numbers
         self.scale.fill_(initial)
+        self.of_gradients.fill_(initial)
+        self.moved = False
         self._window = window
         self._fixed = fixed
 
@@ -49,7 +52,13 @@ class LossScale:
         self.in_a_row.zero_()
         if not self._fixed:
             self.scale.fill_(scale).clamp_(LEAST, MOST)
+            self.begin()
             self.good_steps.fill_(good_steps)
+
+    def begin(self) -> None:
+        """There are no gradients, or they have the present scale."""
+        self.of_gradients.copy_(self.scale)
+        self.moved = False
 
     def update(self, overflow: Tensor) -> None:
         """Adapt to the step just made. overflow: 0-dim, 1.0 if the step was skipped.
@@ -60,6 +69,7 @@ class LossScale:
         self.in_a_row.add_(1).mul_(overflow)
         if self._fixed:
             return
+        self.moved = True
         torch.sub(1, overflow, out=self._factor)
         self.good_steps.add_(1).mul_(self._factor)
         self.scale.mul_(self._factor.add_(1).mul_(0.5))

@@ -10,12 +10,12 @@ routes                  which rank steps a whole parameter, and what travels the
 stepped, pieces         the sub-groups with this rank's pieces; pieces as tensors
 installed               what the user's optimizer object holds: pieces, and views of their state
 group_step              one sub-group's step by a kernel
+taken_over              what the optimizer object does from now on
 parameter_exchange, self_stepping
                         steps by the optimizer itself, of slices or of whole parameters
 streamed_record, record_streamer
                         records on the host that come to the device for their step
-refused_calls, hyper_parameters
-                        what the optimizer object no longer does; what schedulers change
+hyper_parameters        what schedulers change
 sharded_optimizer       all of it behind the user's optimizer object
 state_offload           all state out of the device for a while
 """

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from accelz import HOST
 from zero.optimizer.joint import members
 from zero.optimizer.kernel_rules import Rule
 from zero.optimizer.piece_state import moved, tensors_beside
 from zero.optimizer.pieces import shaped, show, sliced
-from zero.optimizer.stepped import StepGradients, SteppedPiece, SteppedSubGroup
+from zero.optimizer.stepped import SteppedPiece, SteppedSubGroup
 from zero.sharding.flat_group import FlatGroup
 from zero.tiers.stored import Stored
 
@@ -44,6 +45,9 @@ class InstalledPieces:
                     self._optimizer.state[piece.parameter] = sliced(initial[original], stepped, piece.piece)
         for group, parameters in zip(self._optimizer.param_groups, lists, strict=True):
             group["params"] = parameters
+        for optimizer in members(self._optimizer):  # a rank may have no part of what it steps
+            if not any(group["params"] for group in optimizer.param_groups):
+                optimizer.param_groups[0]["params"].append(nn.Parameter(torch.empty(0, device=HOST)))
         self._lengths = self._group_lengths()
         self.snapshot()
 
@@ -56,14 +60,10 @@ class InstalledPieces:
         each = (group for optimizer in members(self._optimizer) for group in optimizer.param_groups)
         return [len(group["params"]) for group in each]
 
-    def first_of(self, gradients: Iterable[StepGradients]) -> Iterable[nn.Parameter]:
-        """One piece in each param_group, of a parameter that has a gradient."""
-        found: dict[int, nn.Parameter] = {}
-        for have in gradients:
-            for piece in (piece for stepped in self._subs_of[have.group] for piece in stepped.pieces):
-                if piece.piece.index in have.used:
-                    found.setdefault(piece.param_group, piece.parameter)
-        return found.values()
+    def first_of(self, optimizer: Optimizer) -> nn.Parameter:
+        """One of the parameters that one of the user's optimizers has."""
+        found: Iterator[nn.Parameter] = (p for group in optimizer.param_groups for p in group["params"])
+        return next(found)
 
     def snapshot(self, stepped: Iterable[SteppedSubGroup] | None = None) -> None:
         """Note that weights and masters have the same values now, of these sub-groups or of all: `changed`

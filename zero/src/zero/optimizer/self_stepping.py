@@ -23,6 +23,7 @@ from zero.optimizer.joint import name_of
 from zero.optimizer.parameter_exchange import ParameterExchange
 from zero.optimizer.pieces import bind, shaped, show
 from zero.optimizer.stepped import StepGradients, SteppedSubGroup, Turn
+from zero.optimizer.taken_over import own_step
 from zero.ranges import in_range
 from zero.sharding.stand_in import PieceGradient, StandIns
 from zero.tiers.room import room_for
@@ -57,8 +58,8 @@ class SelfStepping:
         self._failure: Exception | None = None  # of this rank, until the ranks meet
 
     @in_range("update")
-    def run(self, turns: Sequence[Turn], scale: Tensor | None) -> None:
-        """Step these sub-groups."""
+    def run(self, optimizers: Sequence[Optimizer], turns: Sequence[Turn], scale: Tensor | None) -> None:
+        """Step these sub-groups. optimizers: those that have parameters of them."""
         turns = [(stepped, have) for stepped, have in turns if stepped.routes is None or stepped.routes.total]
         subs = [stepped for stepped, _ in turns]
         exchanged = [(stepped, have) for stepped, have in turns if stepped.routes is not None]
@@ -73,7 +74,7 @@ class SelfStepping:
             self._close_exchange()
             self._meet()
             with self._alone():
-                self._step_together(subs)
+                self._step_together(optimizers, subs)
                 self._open_exchange([self._way_back(stepped) for stepped in self._whole])
             self._meet()
             self._tracer.mark("step", "")
@@ -215,16 +216,16 @@ class SelfStepping:
         nbytes = stepped.record.master.element_size() * numel
         return room_for(self._accelerator, purpose, stepped.group.unit, nbytes)
 
-    def _step_together(self, subs: Sequence[SteppedSubGroup]) -> None:
-        """Run the optimizers' steps, whatever tensors they put the values into."""
+    def _step_together(self, optimizers: Sequence[Optimizer], subs: Sequence[SteppedSubGroup]) -> None:
+        """Run the optimizers' own steps, whatever tensors they put the values into."""
         nbytes = sum(4 * stepped.numel for stepped in subs)
         with room_for(self._accelerator, f"for the step of {self._names}", None, nbytes):
             self._absent.show(self._gradients)
-            for optimizer in self.optimizers:
+            for optimizer in optimizers:
                 # After all other hooks, which would take a slice for a gradient.
                 handle = optimizer.register_step_pre_hook(self._hand_over)
                 try:
-                    optimizer.step()
+                    own_step(optimizer)()
                 finally:
                     handle.remove()
         for stepped in subs:

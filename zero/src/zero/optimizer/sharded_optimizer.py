@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -30,9 +31,8 @@ from zero.optimizer.joint import JointOptimizer, members, name_of
 from zero.optimizer.kernel_rules import Rule, is_wrapped, rule_for
 from zero.optimizer.pieces import stepped_sub_groups
 from zero.optimizer.record_streamer import RecordStreamer
-from zero.optimizer.refused_calls import refuse_calls
 from zero.optimizer.self_stepping import SelfStepping
-from zero.optimizer.stepped import StepGradients, SteppedSubGroup, Turn
+from zero.optimizer.stepped import StepGradients, SteppedSubGroup, StepSlice, Turn
 from zero.optimizer.stepping import GroupStepping
 from zero.ranges import ranged
 from zero.sharding.flat_group import FlatGroup
@@ -84,6 +84,8 @@ class ShardedOptimizer:
         self.installed = InstalledPieces(optimizer, self.subs_of)
         self.record_streamer = RecordStreamer(stores, self.subs, self.installed.show)
         self.held_back = False
+        self._param_group_of = param_group_of
+        self._having_state: set[Optimizer] = set()
         self.stand_ins = StandIns(PieceGradient)
         self._in_step = False
         if isinstance(optimizer, JointOptimizer):
@@ -95,28 +97,52 @@ class ShardedOptimizer:
                     self._make_state(stepped, stepped.rule)
         for each in {optimizer, *members(optimizer)}:
             each.register_step_pre_hook(_callers_check(self))
-            refuse_calls(each)
 
-    def step(self, gradients: Sequence[StepGradients], scale: Tensor | None, skip: Tensor | None) -> None:
-        """Make one optimizer step. scale: 0-dim factor on the gradients. skip: 0-dim; with 1.0 the step
-        changes nothing."""
+    def of(self, optimizer: Optimizer, gradients: Sequence[StepGradients]) -> Sequence[StepGradients]:
+        """The part of these gradients that one optimizer steps; all, where it is the only one or has joined
+        all."""
+        if optimizer is self.optimizer:
+            return gradients
+        groups = self.optimizer.param_groups
+        owned = {
+            index for index, group in enumerate(groups) if any(group is g for g in optimizer.param_groups)
+        }
+        parts = (_Part(have, self._indices_of(have.group, owned)) for have in gradients)
+        return [part for part in parts if part.used]
+
+    def _indices_of(self, group: FlatGroup, owned: Container[int]) -> set[int]:
+        """The parameters of a group, by index, that are in these param_groups."""
+        places = enumerate(group.parameters)
+        return {index for index, parameter in places if self._param_group_of.get(parameter) in owned}
+
+    def step(
+        self,
+        optimizer: Optimizer,
+        gradients: Sequence[StepGradients],
+        scale: Tensor | None,
+        skip: Tensor | None,
+    ) -> None:
+        """Make one step of an optimizer, or of all that it has joined. gradients: of its parameters. scale:
+        0-dim factor on the gradients. skip: 0-dim; with 1.0 the step changes nothing."""
         turns = [(stepped, g) for g in gradients if g.slice.present for stepped in self.subs_of[g.group]]
-        step = partial(self._step, turns, scale, skip)
+        step = partial(self._step, members(optimizer), turns, scale, skip)
         self._in_step = True
         try:
-            if isinstance(self.optimizer, JointOptimizer):
+            if isinstance(optimizer, JointOptimizer):
                 _between_hooks([self.optimizer], step)
             else:
                 step()
         finally:
             self._in_step = False
             self.stand_ins.hide()
+        for each in {optimizer, *members(optimizer)}:
+            setattr(each, "_opt_called", True)  # noqa: B010 (what torch's schedulers look at)
         self.deliver_changed()  # by hooks after the step
 
     @property
     def has_state_beside(self) -> bool:
-        """Whether optimizers that step themselves have made their state, in the last step or before."""
-        return bool(self.self_stepping.optimizers) and not self.held_back
+        """Whether all optimizers that step themselves have made their state, in the last step or before."""
+        return bool(self._having_state) and self._having_state >= set(self.self_stepping.optimizers)
 
     def deliver_changed(self) -> None:
         """Send the masters of sub-groups that were written to outside a step on to the weights."""
@@ -124,15 +150,24 @@ class ShardedOptimizer:
             self.record_streamer.return_to_host(stepped.sub)
             WeightWriter(self._stores, stepped.sub.shard, stepped.master).deliver_master()
 
-    def _step(self, turns: Sequence[Turn], scale: Tensor | None, skip: Tensor | None) -> None:
-        unserved = bool(self.self_stepping.optimizers)
-        self.held_back = unserved and skip is not None and bool(skip)  # skipping these is decided on the host
+    def _step(
+        self,
+        optimizers: Sequence[Optimizer],
+        turns: Sequence[Turn],
+        scale: Tensor | None,
+        skip: Tensor | None,
+    ) -> None:
+        unserved = [each for each in optimizers if each not in self._served]
+        # Skipping these is decided on the host.
+        self.held_back = bool(unserved) and skip is not None and bool(skip)
         if unserved and not self.held_back:
             mine = [(stepped, have) for stepped, have in turns if stepped.rule is None]
-            self.self_stepping.run(mine, scale)
+            self.self_stepping.run(unserved, mine, scale)
             self.installed.snapshot(stepped for stepped, _ in mine)
+            self._having_state.update(unserved)
         served = [(stepped, have) for stepped, have in turns if stepped.rule is not None]
-        _between_hooks(self._served, partial(self._kernel_step, served, Factors(scale, skip)))
+        mine_served = [each for each in optimizers if each in self._served]
+        _between_hooks(mine_served, partial(self._kernel_step, served, Factors(scale, skip)))
 
     def _kernel_step(self, present: Sequence[Turn], factors: Factors) -> None:
         self.stand_ins.hide()
@@ -165,16 +200,18 @@ class ShardedOptimizer:
     def _room(self, purpose: str, stepped: SteppedSubGroup) -> AbstractContextManager[None]:
         return room_for(self._accelerator, purpose, stepped.group.unit, 4 * stepped.sub.numel)
 
+    def check_not_replaced(self) -> None:
+        """Raise OptimizerError if the step of an optimizer was replaced since the engine took it over, which
+        engine.step() would not call."""
+        if wrapped := [each for each in members(self.optimizer) if is_wrapped(each)]:
+            raise OptimizerError(
+                f"the step of {name_of(*wrapped)} was replaced after zero.initialize, and engine.step() "
+                "would not call the replacement: call optimizer.step(), or replace it before zero.initialize"
+            )
+
     def check_groups(self) -> None:
         """Raise OptimizerError if param_groups have gained or lost parameters since the engine took them
-        over, or have got options that their kernels lack, or if the step of an optimizer was replaced, which
-        kernels would not call.
-        """
-        if wrapped := [each for each in self._served if is_wrapped(each)]:
-            raise OptimizerError(
-                f"the step of {name_of(*wrapped)} was replaced after zero.initialize, but a kernel steps it "
-                "and would not call the replacement: replace it before zero.initialize"
-            )
+        over, or have got options that their kernels lack."""
         if not self.installed.complete:
             raise OptimizerError(
                 "the optimizer's param_groups have different parameters than at zero.initialize; give it all "
@@ -255,6 +292,26 @@ class ShardedOptimizer:
         writer.deliver(written, factors.skip)
 
 
+@dataclass(frozen=True)
+class _Part:
+    """The gradients of some of a group's parameters, and no other gradients. mine: these, by index."""
+
+    whole: StepGradients
+    mine: set[int]
+
+    @property
+    def group(self) -> FlatGroup:
+        return self.whole.group
+
+    @property
+    def used(self) -> set[int]:
+        return self.whole.used & self.mine
+
+    @property
+    def slice(self) -> StepSlice:
+        return self.whole.slice
+
+
 def _between_hooks(optimizers: Sequence[Optimizer], step: Callable[[], None]) -> None:
     """Run `step` inside torch's own wrapper of each optimizer's step: with its hooks and profiler range."""
     if not optimizers:
@@ -264,20 +321,21 @@ def _between_hooks(optimizers: Sequence[Optimizer], step: Callable[[], None]) ->
 
     def inside(optimizer: Optimizer) -> None:
         _between_hooks(others, step)
-        setattr(optimizer, "_opt_called", True)  # noqa: B010 (what torch's schedulers look at)
 
     Optimizer.profile_hook_step(inside)(first)
 
 
 def _callers_check(sharded: ShardedOptimizer) -> Callable[..., None]:
-    """Make the user's optimizer refuse steps other than the engine's. It must not hold what holds it."""
+    """Make the user's optimizer refuse its own step, by a reference to it from before, outside the engine's.
+    It must not hold what holds it."""
     found = weakref.ref(sharded)
 
     def check_caller(*_: Any) -> None:
         alive = found()
         if alive is None or not alive._in_step:
             raise UsageError(
-                "optimizer.step() was called directly and would change nothing: call engine.step() instead"
+                "a step of the optimizer that was taken before zero.initialize would change nothing: call "
+                "optimizer.step() or engine.step()"
             )
 
     return check_caller

@@ -23,9 +23,11 @@ from zero.memory.balance import AutoPlacementPolicy
 from zero.memory.memory_tracer import MemoryTracer
 from zero.memory.placement_policy import StaticPlacementPolicy
 from zero.optimizer.hyper_parameters import scheduled
+from zero.optimizer.joint import members
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
 from zero.optimizer.state_offload import StateOffload
 from zero.optimizer.stepping import GroupStepping
+from zero.optimizer.taken_over import take_over
 from zero.sharding.flat_group import FlatGroup
 from zero.sharding.sharded_unit import ShardedUnit
 from zero.tiers.stores import Stores
@@ -81,9 +83,7 @@ def build_engine(
         lambda: scheduled(optimizer) | changes,
         skipped_steps,
     )
-    held_gradients = HeldGradients(
-        reducer, factor, communicator, full_parameters, sharded_optimizer, param_group_of, changes
-    )
+    held_gradients = HeldGradients(reducer, factor, communicator, full_parameters, sharded_optimizer, changes)
     training_pass = TrainingPass(
         module=model,
         config=config,
@@ -98,6 +98,7 @@ def build_engine(
         integrity=integrity,
         streamed_state=sharded_optimizer.record_streamer,
         reducer=reducer,
+        factor=factor,
         held_gradients=held_gradients,
         tracer=tracer,
     )
@@ -129,6 +130,7 @@ def build_engine(
         loss_scale,
         state_offload,
     )
+    checkpoints = Checkpoints(parts)
     boundary = Boundary(
         config=config,
         communicator=communicator,
@@ -146,7 +148,10 @@ def build_engine(
         placement=placement,
         compiled=compiled,
         tracer=tracer,
+        check_state=checkpoints.check_state,
     )
+    for each in {optimizer, *members(optimizer)}:
+        take_over(each, boundary)
     return Engine(
         module=model,
         optimizer=optimizer,
@@ -166,6 +171,6 @@ def build_engine(
         state_offload=state_offload,
         full_parameters=full_parameters,
         optimizer_state=OptimizerState(full_parameters, sharded_optimizer),
-        checkpoints=Checkpoints(parts),
+        checkpoints=checkpoints,
         tracer=tracer,
     )

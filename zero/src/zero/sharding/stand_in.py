@@ -9,7 +9,7 @@ collective: every rank has to ask.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Any, ClassVar, Protocol, Self
 
@@ -154,7 +154,7 @@ class StandIns:
         self._kind = kind
         self._made: dict[nn.Parameter, Tensor] = {}
         self._places: dict[nn.Parameter, _GradientPlace] = {}
-        self._shown: list[nn.Parameter] = []
+        self._shown: dict[nn.Parameter, None] = {}
 
     def show(self, parameters: Iterable[nn.Parameter], held: HeldGradient | None = None) -> None:
         """Set the `grad` of each of these parameters to its stand-in. held: what stands behind them, always
@@ -162,7 +162,7 @@ class StandIns:
         with torch._C.DisableTorchFunctionSubclass():  # `grad` of a sharded parameter, without its guard
             for parameter in parameters:
                 parameter.grad = self._of(parameter, held)
-                self._shown.append(parameter)
+                self._shown[parameter] = None
 
     def removed(self) -> list[nn.Parameter]:
         """Parameters whose stand-in somebody has removed since."""
@@ -174,11 +174,14 @@ class StandIns:
         with torch._C.DisableTorchFunctionSubclass():
             return [p for p in self._shown if p.grad is not None and p.grad is not self._made[p]]
 
-    def hide(self) -> None:
+    def hide(self, which: Set[nn.Parameter] | None = None) -> None:
+        """Take the stand-ins of these parameters away; without an argument, all."""
+        mine = [p for p in self._shown if which is None or p in which]
         with torch._C.DisableTorchFunctionSubclass():
-            for parameter in self._shown:
+            for parameter in mine:
                 parameter.grad = None
-        self._shown.clear()
+        for parameter in mine:
+            del self._shown[parameter]
 
     @contextmanager
     def aside(self) -> Iterator[None]:

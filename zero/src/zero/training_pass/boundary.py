@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from zero.communication.communicator import Communicator
 from zero.config.training import Config
+from zero.errors import UsageError
 from zero.gradients.factor import GradientFactor
 from zero.gradients.loss_scale import LossScale
 from zero.gradients.reducer import GradientReducer
 from zero.gradients.skipped_steps import SkippedSteps
+from zero.optimizer.joint import members
+from zero.optimizer.stepped import StepGradients
 from zero.ranges import in_range
 from zero.sharding.sharded_unit import ShardedUnit, refill
 from zero.tiers.stores import Stores
@@ -33,7 +37,11 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class Boundary:
-    """Changes the weights between passes."""
+    """Changes the weights between passes.
+
+    check_state: raises StateError if the optimizers have made state that no checkpoint can hold; collective.
+    steps: optimizer steps taken, skipped ones included.
+    """
 
     config: Config
     communicator: Communicator
@@ -51,42 +59,106 @@ class Boundary:
     placement: StaticPlacementPolicy
     compiled: CompiledModel | None
     tracer: MemoryTracer
+    check_state: Callable[[], None]
+    steps: int = 0
+    _state_checked: bool = field(default=False, init=False)
+    _stepped: set[Optimizer] = field(default_factory=set, init=False)  # in the last step
+
+    # -- what the program's optimizers do; see `optimizer.taken_over` ------------------------------------
+
+    def step_of(self, optimizer: Optimizer) -> None:
+        """Step one of the program's optimizers; gradients stay until they are dropped. Collective."""
+        if self.training_pass.counts:
+            raise UsageError(_COUNTS.format("optimizer.step()", "engine.step()"))
+        self.training_pass.notice_failure()
+        if self.training_pass.has_gradients:
+            self.step(optimizer, keep=True)
+            return
+        with self.changing_weights(()):
+            self.optimizer.step(optimizer, (), None, None)  # its hooks run, as without an engine
+
+    def zero_grad_of(self, optimizer: Optimizer, set_to_none: bool) -> None:
+        """Drop the gradients of one of the program's optimizers, or make them zero."""
+        self.training_pass.notice_failure()
+        if not self.training_pass.has_gradients:
+            return
+        if self.training_pass.counts:
+            raise UsageError(_COUNTS.format("optimizer.zero_grad()", "engine.zero_grad()"))
+        if not set_to_none:
+            for parameter in self._parameters_of(optimizer):
+                self.held_gradients.zero(parameter)
+            return
+        self.held_gradients.drop(self._parameters_of(optimizer))
+        if not any(have.used or have.locally_used for have in self.reducer.all):
+            self.training_pass.zero_grad()
+
+    def _parameters_of(self, optimizer: Optimizer) -> set[nn.Parameter]:
+        """Those of its parameters that have gradients."""
+        mine = {(have.group, i) for have in self.optimizer.of(optimizer, self.reducer.all) for i in have.used}
+        return {group.parameters[index] for group, index in mine}
+
+    # -- steps -----------------------------------------------------------------------------------------
 
     @in_range("step")
-    def step(self) -> None:
-        """Step the optimizer with the gradients that there are, and drop them. Collective."""
+    def step(self, optimizer: Optimizer, keep: bool) -> None:
+        """Step an optimizer, or all that it has joined, with the gradients that there are. Collective.
+
+        keep: whether the gradients stay. Raises GradientOverflowError, once the step is complete.
+        """
         self.training_pass.check_not_in_use("step")
+        if not self.training_pass.summed:
+            raise UsageError(_NOT_SUMMED)
         self.integrity.check_step()
         multipliers = self.held_gradients.settle()
         self.placement.before_step()
         self.tracer.begin_update()
         scale, skip = self.factor.complete(self.reducer, multipliers)
-        if not any(True for _ in self.reducer.used()):
+        mine = self.optimizer.of(optimizer, self.reducer.all)
+        stepped = {have.group for have in mine if have.used}
+        if not stepped:
             warn(_NOTHING_TO_STEP, RuntimeWarning, rank=self.communicator.group.rank)
         self._raise_disk_errors()
-        with self.changing_weights({have.unit for have in self.reducer.all if have.used}):
-            self._update(scale, skip)
-            self.training_pass.drop_gradients()
+        anew = self._is_anew(optimizer)
+        with self.changing_weights({have.unit for have in self.reducer.all if have.group in stepped}):
+            self._update(optimizer, mine, scale, skip)
+            if skip is not None and self.loss_scale is not None and anew:
+                self.loss_scale.update(skip)
+            self.training_pass.stepped() if keep else self.training_pass.drop_gradients()
+        self.steps += anew
+        self._after_step(anew)
 
-    def _update(self, scale: Tensor | None, skip: Tensor | None) -> None:
+    def _update(
+        self,
+        optimizer: Optimizer,
+        gradients: Sequence[StepGradients],
+        scale: Tensor | None,
+        skip: Tensor | None,
+    ) -> None:
         try:
             with self.communicator.postponing_disk_errors():
-                self.optimizer.step(self.reducer.all, scale, skip)
+                self.optimizer.step(optimizer, gradients, scale, skip)
         finally:
             self.stores.join()  # weights are on their way to shards, even if a later group failed
         self._raise_disk_errors()
-        if self.loss_scale is not None and skip is not None:
-            self.loss_scale.update(skip)
 
-    def after_step(self) -> None:
-        """Do what follows an optimizer step that is complete. Collective. Raises GradientOverflowError."""
+    def _is_anew(self, optimizer: Optimizer) -> bool:
+        """Whether this is an optimizer step of its own: not the turn of another optimizer in the last one."""
+        mine = set(members(optimizer))
+        anew = bool(self.training_pass.backwards or mine & self._stepped)
+        self._stepped = mine if anew else self._stepped | mine
+        return anew
+
+    def _after_step(self, anew: bool) -> None:
         self.stores.accelerator.flush()
         self.tracer.end()
         self.placement.after_step()
         if self.compiled is not None:
             self.compiled.after_step()
-        if self.skipped_steps is not None:
+        if self.skipped_steps is not None and anew:
             self.skipped_steps.after_step()
+        if not self._state_checked and self.optimizer.has_state_beside:
+            self._state_checked = True
+            self.check_state()
 
     def refresh_weights(self) -> None:
         """Update the weights from the optimizer's values. Collective."""
@@ -143,7 +215,15 @@ class Boundary:
             self.communicator.agree()
 
 
+_COUNTS = (
+    "{} was called, but zero.Config(gradient_accumulation_steps=...) has a number, so the engine counts "
+    "micro-batches: call {} instead, or leave the number out to decide yourself when a step is due"
+)
+_NOT_SUMMED = (
+    "the last backward before step() was inside engine.no_sync(), so its gradients are no sums "
+    "over the ranks: run the last backward of a step outside of it"
+)
 _NOTHING_TO_STEP = (
-    "no parameter of the engine has a gradient on any rank, so this step changes nothing: are all of them "
+    "no parameter of the optimizer has a gradient on any rank, so this step changes nothing: are all of them "
     "frozen now, or does the loss not depend on them?"
 )

@@ -27,6 +27,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from zero.communication.communicator import Communicator
 from zero.config.training import Config, dtype_named
 from zero.errors import CommunicationError, UsageError
+from zero.gradients.factor import GradientFactor
 from zero.gradients.group_gradients import GroupGradients
 from zero.gradients.reducer import GradientReducer
 from zero.sharding.alterations import changed_since
@@ -74,7 +75,8 @@ class PassTracer(Tracer, Protocol):
 class TrainingPass(Uncopied):
     """Where training is, and what happens there.
 
-    backwards: how many there have been since the last step. in_backward: between the beginning and the end of
+    backwards: how many there have been since the last step. has_gradients: whether there are gradients, which
+    may have been stepped already. in_backward: between the beginning and the end of
     one. in_graph: inside a compiled forward of the
     whole model, which does its own gathers. schedule: the order in which units are needed. order: of the
     calls of units. calls: of each unit, by its index. called: modules whose calls need a unit.
@@ -92,10 +94,12 @@ class TrainingPass(Uncopied):
         integrity: Integrity,
         streamed_state: StreamedState,
         reducer: GradientReducer,
+        factor: GradientFactor,
         held_gradients: HeldGradients,
         tracer: PassTracer,
     ) -> None:
         self.backwards = 0
+        self.has_gradients = False
         self.in_backward = False
         self.in_graph = False
         self.device_type = device_type
@@ -116,6 +120,7 @@ class TrainingPass(Uncopied):
         self._integrity = integrity
         self._streamed_state = streamed_state
         self._reducer = reducer
+        self._factor = factor
         self._held_gradients = held_gradients
         self._gradients = {each.group: each for each in reducer.all}
         self._tracer = tracer
@@ -188,7 +193,12 @@ class TrainingPass(Uncopied):
     def step_is_due(self) -> bool:
         """Whether the micro-batches of an optimizer step are complete."""
         self.notice_failure()
-        return self.backwards > 0 if self._steps is None else self.backwards == self._steps
+        return self.has_gradients if self._steps is None else self.backwards == self._steps
+
+    @property
+    def counts(self) -> bool:
+        """Whether the settings say how many backwards an optimizer step has."""
+        return self._steps is not None
 
     @property
     def summed(self) -> bool:
@@ -198,7 +208,7 @@ class TrainingPass(Uncopied):
     def begin(self) -> None:
         """A backward begins."""
         self._last = self.sums_ranks if self._steps is None else self.backwards + 1 == self._steps
-        if self._steps is None and self.backwards:
+        if self._steps is None and self.has_gradients:
             self._held_gradients.resume()
         self._set_in_backward(True)
         self._tracer.mark("backward", "")
@@ -234,6 +244,7 @@ class TrainingPass(Uncopied):
         # Another micro-batch's forward may have come before this backward, with parts that were called.
         self.release_all(keep=() if self._last and self._steps is not None else (Keep.PART_CALLED,))
         self.backwards += 1
+        self.has_gradients = True
         if self._last:
             self._held_gradients.show()
         self._tracer.end_backward()
@@ -243,6 +254,7 @@ class TrainingPass(Uncopied):
         self._tracer.drop()
         self._held_gradients.hide()
         self.backwards = 0
+        self.has_gradients = False
         if self.in_backward:
             self._leave_backward()
         self._by_itself = False
@@ -280,6 +292,12 @@ class TrainingPass(Uncopied):
         self._held_gradients.hide()
         self._streamed_state.dropped()
         self._reducer.clear()
+        self.backwards = 0
+        self.has_gradients = False
+
+    def stepped(self) -> None:
+        """An optimizer has stepped with the gradients, which stay until they are dropped."""
+        self._held_gradients.show_pieces()
         self.backwards = 0
 
     def _leave_backward(self) -> None:
@@ -392,8 +410,7 @@ class TrainingPass(Uncopied):
 
     def _begin_by_itself(self) -> None:
         self._integrity.check_trainable()
-        if self._config.loss_scale is not None:
-            raise UsageError(_UNSCALED)
+        self._factor.begin_backward(by_engine=False, more=self.has_gradients)
         self._by_itself = True
         self.begin()
         torch.autograd.Variable._execution_engine.queue_callback(self._end_by_itself)
@@ -504,10 +521,6 @@ def _in_autograd() -> bool:
 
 
 _GONE = "the model and its engine no longer exist: keep them until engine.backward(loss)"
-_UNSCALED = (
-    "loss.backward() does not multiply the loss by the loss scale that the settings ask for: call "
-    "engine.backward(loss), which does"
-)
 _OUTSIDE = (
     "gradients of this model's parameters were computed outside engine.backward(loss). If by "
     "loss.backward(): call engine.backward(loss) instead, or set "

@@ -8,7 +8,7 @@ optimizer's kernel applies; others are applied to the slices.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Set
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -22,6 +22,7 @@ from zero.errors import UsageError, some
 from zero.gradients.factor import GradientFactor, clip_coefficient
 from zero.gradients.group_gradients import GroupGradients
 from zero.gradients.reducer import GradientReducer
+from zero.optimizer.joint import members
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
 from zero.sharding.stand_in import Multiplier, PieceGradient, ShardedGradient, StandIns
 from zero.tiers.values import changing
@@ -41,7 +42,6 @@ class HeldGradients:
         communicator: Communicator,
         full_parameters: FullParameters,
         optimizer: ShardedOptimizer,
-        param_group_of: Mapping[nn.Parameter, int],
         changes: dict[str, Any],
     ) -> None:
         self._reducer = reducer
@@ -55,12 +55,12 @@ class HeldGradients:
         }
         self._numbers = {parameter: number for number, parameter in enumerate(self._places)}
         self._optimizer = optimizer
-        self._param_group_of = param_group_of
         self._changes = changes
         self._stand_ins = StandIns(ShardedGradient)
         self._of_pieces = StandIns(PieceGradient)
         self._multipliers: dict[nn.Parameter, tuple[Multiplier, ...]] = {}
         self._pieces: dict[GroupGradients, Tensor] = {}
+        self._unscaled = False  # by a GradScaler
         self._norms: dict[float, tuple[Tensor, ...]] = {}  # of the slices' sums, by order and parameter
 
     # -- what stand-ins ask for ----------------------------------------------------------------------
@@ -82,8 +82,18 @@ class HeldGradients:
 
     def zero(self, parameter: nn.Parameter) -> None:
         """Make one gradient zero; infinite and NaN ones, too."""
+        gradients, index = self._places[parameter]
         self._multipliers.pop(parameter, None)
+        gradients.zero_unreduced(index)
         self._change(parameter, lambda values, _: values.zero_())
+
+    def drop(self, parameters: Set[nn.Parameter]) -> None:
+        """Drop these gradients: as long as no others come, their parameters take no part in a step."""
+        for parameter in parameters:
+            self.zero(parameter)
+            gradients, index = self._places[parameter]
+            gradients.forget(index)
+        self._stand_ins.hide(parameters)
 
     def full(self, parameter: nn.Parameter) -> Tensor:
         """One whole gradient, fp32. Collective."""
@@ -115,20 +125,35 @@ class HeldGradients:
     def show(self) -> None:
         """Put stand-ins in place of gradients: the last backward of a step is over."""
         self._stand_ins.show(self._reducer.used(), self)
-        self._of_pieces.show(self._optimizer.installed.first_of(self._reducer.all), self)
+        self.show_pieces()
+
+    def show_pieces(self) -> None:
+        """Put stand-ins in place of the gradients of the optimizer's parameters: after `show`, and after a
+        step, which takes them away."""
+        sharded = self._optimizer
+        having = [
+            sharded.installed.first_of(each)
+            for each in members(sharded.optimizer)
+            if any(have.used for have in sharded.of(each, self._reducer.all))
+        ]
+        self._of_pieces.show(having, self)
 
     def resume(self) -> None:
         """Take them away for another backward, whose gradients are added to these.
 
-        Raises UsageError if gradients were removed or replaced, which only those of a step can be.
+        Raises UsageError for gradients that were replaced.
         """
-        if self._stand_ins.replaced() or self._stand_ins.removed():
-            raise UsageError(_RESUMED)
+        self._take_in()
+        if (by := self._factor.rescaling()) is not None:
+            for parameter in self._reducer.used():
+                self.multiply(parameter, by)
         self._apply_multipliers()
         self.hide()
 
     def hide(self) -> None:
         """Take them away: there are no gradients any more."""
+        self._factor.drop()
+        self._unscaled = False
         self._stand_ins.hide()
         self._of_pieces.hide()
         self._multipliers.clear()
@@ -141,19 +166,16 @@ class HeldGradients:
     def settle(self) -> tuple[Multiplier, ...]:
         """Heed what the program has changed, before the step. Returns what multiplies all gradients.
 
-        Parameters whose `grad` is None now take no part. Raises UsageError for gradients that were replaced.
+        Parameters whose `grad` is None now take no part. Raises UsageError for gradients that were replaced,
+        and for those that nobody has divided by the number that their loss was multiplied by.
         """
-        if replaced := self._stand_ins.replaced():
-            raise UsageError(_REPLACED.format(some([self._name(each) for each in replaced])))
+        if self._factor.by_program and not self._unscaled:
+            raise UsageError(_NOT_SCALED)
         if self._of_pieces.removed() or self._of_pieces.replaced():
             raise UsageError(_OPTIMIZERS)
-        removed = self._stand_ins.removed()
-        for parameter in removed:
-            gradients, index = self._places[parameter]
-            gradients.used.discard(index)
+        self._take_in()
         shared = self._shared_multipliers()
         self._changes |= {
-            "parameters whose `.grad` was removed before the last step": [self._name(p) for p in removed],
             "how gradients were multiplied before the last step": (
                 [[self._name(p), *_told(by)] for p, by in self._multipliers.items()]
                 if shared is None
@@ -163,6 +185,15 @@ class HeldGradients:
         if shared is None:
             self._apply_multipliers()
         return shared or ()
+
+    def _take_in(self) -> None:
+        """Drop the gradients that the program has removed. Raises UsageError for those that it has
+        replaced."""
+        if replaced := self._stand_ins.replaced():
+            raise UsageError(_REPLACED.format(some([self._name(each) for each in replaced])))
+        removed = self._stand_ins.removed()
+        self._changes["parameters whose `.grad` was removed"] = [self._name(each) for each in removed]
+        self.drop(set(removed))
 
     def _shared_multipliers(self) -> tuple[Multiplier, ...] | None:
         """What multiplies all gradients; None where they are multiplied by different numbers."""
@@ -184,13 +215,17 @@ class HeldGradients:
     def unscale(self, pieces: Iterable[Tensor], found_inf: Tensor, inverse: Tensor) -> None:
         """What a GradScaler does to the gradients of an optimizer. Collective.
 
-        pieces: parameters of the optimizer. found_inf: becomes 1.0 where a gradient is not finite. inverse:
+        pieces: one of its parameters. found_inf: becomes 1.0 where a gradient is not finite. inverse:
         multiplies all gradients.
         """
-        ids = {id(piece) for piece in pieces}
-        groups = self._optimizer.optimizer.param_groups
-        mine = {index for index, group in enumerate(groups) if any(id(p) in ids for p in group["params"])}
-        parameters = [p for p, index in self._param_group_of.items() if index in mine and p in self._places]
+        (piece,), sharded = pieces, self._optimizer
+        optimizer = next(o for o in members(sharded.optimizer) if sharded.installed.first_of(o) is piece)
+        parameters = [
+            have.group.parameters[index]
+            for have in sharded.of(optimizer, self._reducer.all)
+            for index in have.used
+        ]
+        self._unscaled = True
         norms = [self.norm(parameter) for parameter in parameters]
         if norms:
             found = (~torch.isfinite(torch.stack(norms))).any().to(found_inf.device, found_inf.dtype)
@@ -300,10 +335,11 @@ _REPLACED = (
 )
 _OPTIMIZERS = (
     "`.grad` of what is in optimizer.param_groups was removed or replaced between backward() and step(), "
-    "which does not change the gradients that the engine holds. To drop this step's gradients, call "
-    "engine.zero_grad() instead of optimizer.zero_grad(), and do not call step()"
+    "which does not change the gradients that the engine holds: call optimizer.zero_grad(), or "
+    "model.zero_grad()"
 )
-_RESUMED = (
-    "`.grad` was removed or replaced before a backward whose gradients are to be added to it: change "
-    "gradients after the last backward of a step, or drop all of them with engine.zero_grad()"
+_NOT_SCALED = (
+    "precision='fp16' needs a loss scale, and the gradients of loss.backward() have none: multiply losses by "
+    "torch.amp.GradScaler, which unscales in its step(optimizer), or call engine.backward(loss), which has "
+    "the engine's own"
 )
