@@ -147,7 +147,7 @@ def test_other_names_are_refused(cluster: Clusters, stage: int, tmp_path: Path) 
 
 
 REPLACED: dict[str, Any] = {
-    "another dtype": lambda model: model.to(torch.float64),
+    "another dtype": lambda model: [setattr(p, "data", p.data.to(torch.float64)) for p in model.parameters()],
     "new data": lambda model: setattr(model.norm.weight, "data", model.norm.weight.data.clone()),
 }
 

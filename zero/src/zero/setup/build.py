@@ -29,6 +29,7 @@ from zero.optimizer.state_offload import StateOffload
 from zero.optimizer.stepping import GroupStepping
 from zero.optimizer.taken_over import take_over
 from zero.sharding.flat_group import FlatGroup
+from zero.sharding.moves import guard_moves
 from zero.sharding.sharded_unit import ShardedUnit
 from zero.tiers.stores import Stores
 from zero.tiers.tier import wanted
@@ -74,6 +75,7 @@ def build_engine(
     integrity = Integrity(model, units, sharded_optimizer, state_offload)
     full_parameters = FullParameters(model, units, communicator, integrity)
     mark_parameters(model, full_parameters)
+    guard_moves(model)
     changes: dict[str, Any] = {}  # by the program, to gradients
     reducer = GradientReducer(
         units,

@@ -17,5 +17,6 @@ flat_group              a flat buffer with its shard; has the glossary of tensor
 parameter_guard         what a program may do with a unit's parameters, in each state
 sharded_unit            a unit's life cycle: SHARDED -> GATHERING -> GATHERED -> SHARDED
 tensors, uncopied       tensors in any object; objects of an engine, which cannot be copied
+moves                   `model.to(...)` and its like, which may change no parameter
 parameter_checks        parameters that were added or changed after the engine was made
 """

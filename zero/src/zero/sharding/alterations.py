@@ -47,14 +47,14 @@ def replaced(names: Sequence[str]) -> ModelError:
 def reshaped(name: str, before: Tensor, now: Tensor) -> ModelError:
     """Make the error for a parameter that was given values of another shape, dtype or device."""
     return ModelError(
-        f"parameter {name!r} was {_form(before)} at zero.initialize and was given values of {_form(now)}, "
-        "for which the engine has neither shards nor optimizer state. Resize embeddings, convert and move "
-        "the model before zero.initialize; to do so now, take engine.state_dict() and build model, optimizer "
-        "and engine anew"
+        f"parameter {name!r} was {form_of(before)} at zero.initialize and was given values of "
+        f"{form_of(now)}, for which the engine has neither shards nor optimizer state. Resize embeddings, "
+        "convert and move the model before zero.initialize; to do so now, take engine.state_dict() and build "
+        "model, optimizer and engine anew"
     )
 
 
-def _form(tensor: Tensor) -> str:
+def form_of(tensor: Tensor) -> str:
     return f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"
 
 
@@ -68,6 +68,6 @@ def changed_since() -> UsageError:
 
 
 _REPLACED = (
-    "It was replaced by model.to(...), by an assignment to `.data`, or by an RNN's flatten_parameters(). "
+    "It was replaced by an assignment to `.data`, torch.utils.swap_tensors or an RNN's flatten_parameters(). "
     "Choose dtype and device before zero.initialize, and change values inside `with zero.gathered(...)`"
 )
