@@ -28,6 +28,7 @@ from zero.optimizer.sharded_optimizer import ShardedOptimizer
 from zero.optimizer.state_offload import StateOffload
 from zero.optimizer.stepping import GroupStepping
 from zero.optimizer.taken_over import take_over
+from zero.setup.no_sync import offer_no_sync
 from zero.sharding.flat_group import FlatGroup
 from zero.sharding.moves import guard_moves
 from zero.sharding.sharded_unit import ShardedUnit
@@ -154,7 +155,7 @@ def build_engine(
     )
     for each in {optimizer, *members(optimizer)}:
         take_over(each, boundary)
-    return Engine(
+    engine = Engine(
         module=model,
         optimizer=optimizer,
         config=config,
@@ -176,3 +177,5 @@ def build_engine(
         checkpoints=checkpoints,
         tracer=tracer,
     )
+    offer_no_sync(model, engine)
+    return engine
