@@ -286,6 +286,7 @@ def test_the_public_face_is_frozen() -> None:
     assert engine == [
         "backward",
         "step",
+        "attach",
         "no_sync",
         "zero_grad",
         "explain",

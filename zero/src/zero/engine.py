@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -75,6 +75,7 @@ class Engine:
         optimizer_state: OptimizerState,
         checkpoints: Checkpoints,
         tracer: MemoryTracer,
+        attach: Callable[..., None] | None,
     ) -> None:
         self.module = module
         self.optimizer = optimizer
@@ -96,6 +97,7 @@ class Engine:
         self._optimizer_state = optimizer_state
         self._checkpoints = checkpoints
         self._tracer = tracer
+        self._attach = attach
 
     # -- training -----------------------------------------------------------------------------------
 
@@ -174,6 +176,21 @@ class Engine:
         self._boundary.optimizer.check_not_replaced()
         self._boundary.step(self.optimizer, keep=False)
         return True
+
+    def attach(self, optimizer: Optimizer | Sequence[Optimizer]) -> None:
+        """Train with an optimizer, or a list of them, made from `model.parameters()` after zero.initialize.
+
+        Collective, once, for an engine that was made without an optimizer. The optimizer is then as one that
+        was given to zero.initialize. Raises, before anything is changed, UsageError if there is an optimizer,
+        OptimizerError for what that would refuse and for optimizers that need other flat buffers (such as
+        Muon beside AdamW), and RankMismatchError if ranks have different ones.
+        """
+        if self._attach is None:
+            raise UsageError("attach(): the engine has an optimizer already; give it all of them at once")
+        self._integrity.check_present()
+        self._integrity.check_complete()
+        self._pass.check_not_in_use("attach")
+        self._attach(self, optimizer=optimizer)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from zero.errors import UsageError, some
+from zero.optimizer.joint import members
 from zero.sharding.parameter_checks import ParameterChecks
 from zero.sharding.sharded_unit import ShardedUnit
 
@@ -92,6 +93,8 @@ class Integrity:
 
     def check_trainable(self) -> None:
         """Check that a backward may begin and would reach the parameters that are trained."""
+        if not members(self._optimizer.optimizer):
+            raise UsageError(_READ_ONLY)
         self.check_present()
         self.check_complete()
         self._parameter_checks.check_trained()
@@ -105,6 +108,10 @@ class Integrity:
         self._parameter_checks.warn_of_changes()
 
 
+_READ_ONLY = (
+    "this model's engine has no optimizer, so the model is only read: call engine.attach(optimizer) before "
+    "training it; or freeze it, with model.requires_grad_(False), for gradients to go through it only"
+)
 _LEFT_BEHIND = (
     "values in optimizer.param_groups were changed in place outside a step, and the weights do not have them "
     "yet: {}. Call engine.refresh_weights() on every rank after such a change"

@@ -184,7 +184,7 @@ _HOOKS = (
 
 def _has_hooks(parameter: nn.Parameter) -> bool:
     """Whether a parameter has hooks besides the engine's own, which waits for what is accumulated."""
-    hooks: dict[int, Any] = parameter._post_accumulate_grad_hooks
+    hooks: dict[int, Any] = parameter._post_accumulate_grad_hooks or {}  # None: there never was one
     return bool(parameter._backward_hooks) or len(hooks) > 1
 
 

@@ -47,7 +47,7 @@ def settings(config: Config | None) -> Config:
 
 def prepare(
     model: nn.Module,
-    optimizer: Optimizer | Sequence[Optimizer],
+    optimizer: Optimizer | Sequence[Optimizer] | None,
     config: Config,
     for_graphs: bool,
 ) -> Prepared:

@@ -256,7 +256,7 @@ def _partition(
         stepped = stepping.get(parameter, unknown) if parameter.requires_grad else Stepping()
         kind = GroupKind(dtype, parameter.requires_grad, ways.of(parameter, dtype), stepped)
         groups.setdefault(kind, []).append((name, parameter))
-    last = max(param_group_of.values()) + 1  # parameters the optimizer does not know come last
+    last = max(param_group_of.values(), default=0) + 1  # parameters the optimizer does not know come last
     for named in groups.values():
         named.sort(key=lambda item: param_group_of.get(item[1], last))
     return groups

@@ -25,7 +25,8 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module, config: Config) -> d
             "the optimizer already has state; call zero.initialize before its first step, and restore state "
             "with engine.load_checkpoint"
         )
-    _check_whole_parameters(optimizer, config)
+    if members(optimizer):
+        _check_whole_parameters(optimizer, config)
     return _param_groups(optimizer, model)
 
 
@@ -66,6 +67,7 @@ def _param_groups(optimizer: Optimizer, model: nn.Module) -> dict[nn.Parameter, 
                     "parameter of the model; build the optimizer from this model's parameters"
                 )
             owner[parameter] = index
-    if any(p.requires_grad for p in mine) and not any(p.requires_grad for p in owner):
+    trainable = any(p.requires_grad for p in mine) and bool(members(optimizer))
+    if trainable and not any(p.requires_grad for p in owner):
         raise OptimizerError("the optimizer has no trainable parameter of the model")
     return owner

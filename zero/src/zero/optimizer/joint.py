@@ -11,7 +11,8 @@ from zero.errors import OptimizerError
 
 
 class JointOptimizer(Optimizer):
-    """Has the param_groups of all its optimizers, as the same objects. The engine steps them.
+    """Has the param_groups of all its optimizers, as the same objects. The engine steps them. Without
+    optimizers, it stands for none.
 
     The optimizers stay the user's: schedulers and hooks of each keep working. state: of all of them, once it
     is shared; until then it holds what they had when they were joined, and each keeps its own.
@@ -21,7 +22,7 @@ class JointOptimizer(Optimizer):
         self.optimizers = tuple(optimizers)
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         _check_distinct(optimizers)
-        super().__init__([parameter for group in groups for parameter in group["params"]], {})
+        super().__init__([{"params": [parameter for group in groups for parameter in group["params"]]}], {})
         self.param_groups = groups
         for optimizer in optimizers:
             self.state.update(optimizer.state)
@@ -35,9 +36,11 @@ class JointOptimizer(Optimizer):
         return f"{type(self).__name__}({', '.join(map(repr, self.optimizers))})"
 
 
-def joint(optimizer: Optimizer | Sequence[Optimizer]) -> Optimizer:
-    """Make one optimizer of one or several. Raises OptimizerError for an empty list and for what is no
-    optimizer."""
+def joint(optimizer: Optimizer | Sequence[Optimizer] | None) -> Optimizer:
+    """Make one optimizer of one, of several, or of None. Raises OptimizerError for an empty list and for what
+    is no optimizer."""
+    if optimizer is None:
+        return JointOptimizer(())
     found: Sequence[Any] = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
     if not found:
         raise OptimizerError("the list of optimizers is empty")
@@ -63,7 +66,7 @@ def name_of(*optimizers: Optimizer) -> str:
 
 def kind_of(optimizer: Optimizer) -> str:
     """The full name of the optimizer's class; of several optimizers, each one's."""
-    return " + ".join(map(_kind, members(optimizer)))
+    return " + ".join(map(_kind, members(optimizer))) or "no optimizer"
 
 
 def kinds_of_groups(optimizer: Optimizer) -> list[str]:

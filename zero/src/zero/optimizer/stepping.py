@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 from torch.optim import Optimizer
 
 from zero.config.training import Config
+from zero.errors import OptimizerError, some
 from zero.optimizer.joint import members
-from zero.optimizer.kernel_rules import SERVED, Rule, rule_for
+from zero.optimizer.kernel_rules import RULES, SERVED, Rule, rule_for
 
 LOOKS_AT_MATRICES = {"Adafactor", "Muon"}
 
@@ -46,8 +48,21 @@ def of_param_groups(optimizer: Optimizer, config: Config) -> list[Stepping]:
 
 def of_unknown(known: dict[nn.Parameter, Stepping]) -> Stepping:
     """How parameters that no optimizer knows are treated: like others, so that they need no buffers of their
-    own."""
-    return next((stepping for stepping in known.values() if not stepping.whole), Stepping())
+    own. Where there is no optimizer yet, as by the kernel that most have."""
+    others = (stepping for stepping in known.values() if not stepping.whole)
+    return next(others, Stepping() if known else Stepping(RULES[0]))
+
+
+def of_group(named: Sequence[tuple[str, nn.Parameter]], known: Mapping[nn.Parameter, Stepping]) -> Stepping:
+    """How a group that is there already is stepped. Raises OptimizerError if its parameters are stepped in
+    different ways."""
+    ways = {known[parameter]: name for name, parameter in named if parameter in known}
+    if len(ways) > 1:
+        raise OptimizerError(
+            f"{some(list(ways.values()))} share a flat buffer but would be stepped in different ways: give "
+            "these optimizers to zero.initialize, which then makes buffers of their own for each"
+        )
+    return next(iter(ways), Stepping())
 
 
 def _of(optimizer: Optimizer, config: Config) -> Stepping:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import nn
 from torch.optim import Optimizer
@@ -12,6 +15,7 @@ from zero.checkpoint.checkpoints import Checkpoints
 from zero.checkpoint.engine_state import EngineParts
 from zero.communication.communicator import Communicator
 from zero.config.training import Config
+from zero.drafts.offload_fit import check_offload
 from zero.engine import Engine
 from zero.gradients.factor import GradientFactor
 from zero.gradients.group_gradients import GradientPolicy
@@ -22,11 +26,13 @@ from zero.integrity import Integrity
 from zero.memory.balance import AutoPlacementPolicy
 from zero.memory.memory_tracer import MemoryTracer
 from zero.memory.placement_policy import StaticPlacementPolicy
+from zero.optimizer.checks import check_optimizer
 from zero.optimizer.hyper_parameters import scheduled
-from zero.optimizer.joint import members
+from zero.optimizer.joint import joint, kinds_of_groups, members
+from zero.optimizer.routes import share_out
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
 from zero.optimizer.state_offload import StateOffload
-from zero.optimizer.stepping import GroupStepping
+from zero.optimizer.stepping import GroupStepping, of_group, steppings
 from zero.optimizer.taken_over import take_over
 from zero.setup.no_sync import offer_no_sync
 from zero.sharding.flat_group import FlatGroup
@@ -44,20 +50,77 @@ from zero.whole.held_gradients import HeldGradients
 from zero.whole.optimizer_state import OptimizerState
 
 
-def build_engine(
-    model: nn.Module,
-    optimizer: Optimizer,
-    config: Config,
-    stores: Stores,
-    communicator: Communicator,
-    units: Sequence[ShardedUnit],
-    param_group_of: dict[nn.Parameter, int],
-    stepping: Mapping[FlatGroup, GroupStepping],
-) -> Engine:
-    """Make the parts of an engine, each of which knows those before it; collective.
+@dataclass(frozen=True, kw_only=True)
+class Sharded:
+    """A model once it is sharded, whatever steps it. calls: what its modules' calls went through before, see
+    `Module.compile()`."""
 
-    Parts hold no part above them, nor the model; see `sharding.lifetime`.
+    config: Config
+    stores: Stores
+    communicator: Communicator
+    units: Sequence[ShardedUnit]
+    calls: WeakKeyDictionary[nn.Module, Any]
+
+    @property
+    def trainable(self) -> list[FlatGroup]:
+        return [group for unit in self.units for group in unit.groups if group.trainable]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stepper:
+    """What steps a model. param_group_of: the index of each parameter's param group. stepping: how each
+    trainable group is stepped."""
+
+    optimizer: Optimizer
+    param_group_of: dict[nn.Parameter, int]
+    stepping: Mapping[FlatGroup, GroupStepping]
+
+
+def build_engine(model: nn.Module, sharded: Sharded, stepper: Stepper) -> Engine:
+    """Make the parts of an engine, and the engine; collective."""
+    engine = Engine(**_parts(model, sharded, stepper, None))
+    offer_no_sync(model, engine)
+    return engine
+
+
+def _attach(engine: Engine, sharded: Sharded, optimizer: Optimizer | Sequence[Optimizer]) -> None:
+    """Give an engine without an optimizer one, by making its parts anew; collective.
+
+    Raises, before anything is changed, OptimizerError, ConfigError, and RankMismatchError if ranks have
+    different optimizers.
     """
+    model, config, joined = engine.module, sharded.config, joint(optimizer)
+    param_group_of = check_optimizer(joined, model, config)
+    check_offload(model, joined, config)
+    ways = steppings(joined, config)
+    kinds = {g: of_group(list(zip(g.names, g.parameters, strict=True)), ways) for g in sharded.trainable}
+    names = {p: name for group in kinds for name, p in zip(group.names, group.parameters, strict=True)}
+    told = {names[parameter]: index for parameter, index in param_group_of.items() if parameter in names}
+    sharded.communicator.check_equal(
+        {"the optimizer": f"{kinds_of_groups(joined)} {list(ways.values())} {told}"}
+    )
+    whole = [p for group, way in kinds.items() if way.whole and group.shards > 1 for p in group.parameters]
+    by = share_out(((p, p.numel()) for p in whole), sharded.units[0].groups[0].mesh.shards.size)
+    stepping = {
+        group: GroupStepping(way.rule, tuple(by[p] for p in group.parameters if p in by) or None)
+        for group, way in kinds.items()
+    }
+    stepper = Stepper(optimizer=joined, param_group_of=param_group_of, stepping=stepping)
+    steps, before = engine.steps, engine._integrity.interrupted
+    Engine.__init__(engine, **_parts(model, sharded, stepper, engine._pass))
+    engine._boundary.steps, engine._integrity.interrupted = steps, before
+
+
+def _parts(
+    model: nn.Module, sharded: Sharded, stepper: Stepper, replaced: TrainingPass | None
+) -> dict[str, Any]:
+    """The parts of an engine, each of which knows those before it; collective.
+
+    Parts hold no part above them, nor the model; see `sharding.lifetime`. replaced: the pass that reports
+    went to before.
+    """
+    config, stores, communicator, units = sharded.config, sharded.stores, sharded.communicator, sharded.units
+    optimizer, trains = stepper.optimizer, bool(members(stepper.optimizer))
     accelerator, device_type = stores.accelerator, stores.accelerator.device.type
     tracer = MemoryTracer(accelerator, units)
     loss_scale = LossScale.of(config, accelerator)
@@ -65,11 +128,11 @@ def build_engine(
     factor = GradientFactor(config, communicator, loss_scale, accelerator)
     sharded_optimizer = ShardedOptimizer(
         optimizer,
-        [g for u in units for g in u.groups if g.trainable],
-        param_group_of,
+        sharded.trainable,
+        stepper.param_group_of,
         stores,
         communicator,
-        stepping,
+        stepper.stepping,
         tracer,
     )
     state_offload = StateOffload(units, sharded_optimizer, communicator)
@@ -79,7 +142,7 @@ def build_engine(
     guard_moves(model)
     changes: dict[str, Any] = {}  # by the program, to gradients
     reducer = GradientReducer(
-        units,
+        units if trains else (),
         stores,
         communicator,
         GradientPolicy.of(config, communicator.group.size),
@@ -105,6 +168,10 @@ def build_engine(
         held_gradients=held_gradients,
         tracer=tracer,
     )
+    if replaced is not None:
+        replaced.unhook()
+        for module in model.modules():
+            module._compiled_call_impl = sharded.calls.get(module)
     hook_model(model, config, communicator, reducer, training_pass)
     compiled = None
     if config.compile is not None:
@@ -129,7 +196,7 @@ def build_engine(
         communicator,
         tuple(units),
         sharded_optimizer,
-        param_group_of,
+        stepper.param_group_of,
         loss_scale,
         state_offload,
     )
@@ -155,27 +222,26 @@ def build_engine(
     )
     for each in {optimizer, *members(optimizer)}:
         take_over(each, boundary)
-    engine = Engine(
-        module=model,
-        optimizer=optimizer,
-        config=config,
-        accelerator=accelerator,
-        communicator=communicator,
-        units=units,
-        integrity=integrity,
-        training_pass=training_pass,
-        boundary=boundary,
-        compiled=compiled,
-        reducer=reducer,
-        factor=factor,
-        held_gradients=held_gradients,
-        loss_scale=loss_scale,
-        placement=placement,
-        state_offload=state_offload,
-        full_parameters=full_parameters,
-        optimizer_state=OptimizerState(full_parameters, sharded_optimizer),
-        checkpoints=checkpoints,
-        tracer=tracer,
-    )
-    offer_no_sync(model, engine)
-    return engine
+    return {
+        "module": model,
+        "optimizer": optimizer,
+        "config": config,
+        "accelerator": accelerator,
+        "communicator": communicator,
+        "units": units,
+        "integrity": integrity,
+        "training_pass": training_pass,
+        "boundary": boundary,
+        "compiled": compiled,
+        "reducer": reducer,
+        "factor": factor,
+        "held_gradients": held_gradients,
+        "loss_scale": loss_scale,
+        "placement": placement,
+        "state_offload": state_offload,
+        "full_parameters": full_parameters,
+        "optimizer_state": OptimizerState(full_parameters, sharded_optimizer),
+        "checkpoints": checkpoints,
+        "tracer": tracer,
+        "attach": None if trains else partial(_attach, sharded=sharded),
+    }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -26,9 +27,11 @@ from zero.drafts.offload_fit import warn_of_nothing_to_move
 from zero.drafts.preparation import prepare, settings
 from zero.drafts.unit_drafts import draft_units, reserve_disk
 from zero.engine import Engine
+from zero.optimizer.joint import members
 from zero.optimizer.state_size import moments_of
+from zero.optimizer.stepping import GroupStepping
 from zero.pretrained import keep_promises
-from zero.setup.build import build_engine
+from zero.setup.build import Sharded, Stepper, build_engine
 from zero.setup.build_units import build_units
 from zero.setup.initial_values import InitialValues
 from zero.sharding.exact import computes_in
@@ -42,7 +45,7 @@ from zero.whole.full_parameters import spread_buffer
 
 def initialize(
     model: nn.Module,
-    optimizer: Optimizer | Sequence[Optimizer],
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
     config: Config | None = None,
     process_group: ProcessGroup | None = None,
 ) -> Engine:
@@ -56,8 +59,8 @@ def initialize(
     Config.whole_parameters).
 
     optimizer: one optimizer, or a list of them for different parameters, such as Muon for matrices and AdamW
-        for the rest. For a model that is entirely frozen, only to be read, it has nothing to step and keeps
-        no state.
+        for the rest. None: the model is only read, as a reference or a teacher is; or its optimizer is
+        created later, from `model.parameters()`, and given to `engine.attach(optimizer)`.
     process_group: train on the ranks of this group of torch.distributed, such as one dimension of a device
         mesh; only they make this call. The engine knows no other ranks: wherever it speaks of the job or of
         every rank, that is this group, and rank numbers are those in it.
@@ -98,13 +101,19 @@ def initialize(
         units = build_units(drafts, config, stores, communicator, mesh, initial_values)
         initial_values.warn_of_differences()
         keep_promises(units, communicator)
-        stepping = {
-            group: drafted.stepping
-            for unit, draft in zip(units, drafts, strict=True)
-            for group, drafted in zip(unit.groups, draft.groups, strict=True)
-        }
-        optimizer, param_group_of = prepared.optimizer, prepared.param_group_of
-        return build_engine(model, optimizer, config, stores, communicator, units, param_group_of, stepping)
+        trains = bool(members(prepared.optimizer))
+        stepper = Stepper(
+            optimizer=prepared.optimizer,
+            param_group_of=prepared.param_group_of,
+            stepping={
+                group: drafted.stepping if trains else GroupStepping(None)
+                for unit, draft in zip(units, drafts, strict=True)
+                for group, drafted in zip(unit.groups, draft.groups, strict=True)
+            },
+        )
+        calls = WeakKeyDictionary({module: module._compiled_call_impl for module in model.modules()})
+        sharded = Sharded(config=config, stores=stores, communicator=communicator, units=units, calls=calls)
+        return build_engine(model, sharded, stepper)
 
 
 @contextmanager

@@ -32,12 +32,15 @@ def hook_model(
         UnitHooks(calls, training_pass).register()
     for gradients in reducer.all:
         for index, parameter in enumerate(gradients.group.parameters):
-            parameter.register_post_accumulate_grad_hook(_receiver(training_pass, gradients, index))
-    module.register_forward_pre_hook(training_pass.begin_forward, with_kwargs=True, prepend=True)
+            receiver = _receiver(training_pass, gradients, index)
+            training_pass.handles.append(parameter.register_post_accumulate_grad_hook(receiver))
+    begin = training_pass.begin_forward
+    training_pass.handles.append(module.register_forward_pre_hook(begin, with_kwargs=True, prepend=True))
     if wanted(config.offload, "params").stored:
-        module.register_forward_hook(training_pass.end_forward, always_call=True)
+        end = training_pass.end_forward
+        training_pass.handles.append(module.register_forward_hook(end, always_call=True))
     if communicator.group.size > 1:
-        module.register_forward_hook(training_pass.agree_on_forward)
+        training_pass.handles.append(module.register_forward_hook(training_pass.agree_on_forward))
 
 
 def _receiver(training_pass: TrainingPass, gradients: GroupGradients, index: int) -> Callable[[Tensor], None]:

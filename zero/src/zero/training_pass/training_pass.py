@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
-from torch.utils.hooks import unserializable_hook
+from torch.utils.hooks import RemovableHandle, unserializable_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from zero.communication.communicator import Communicator
@@ -107,6 +107,7 @@ class TrainingPass(Uncopied):
         self.order = CallOrder(communicator, units)
         self.calls = [UnitCalls(unit) for unit in units]
         self.called = weakref.WeakSet((module,))
+        self.handles: list[RemovableHandle] = []  # of the hooks that report to it
         self.sums_ranks = True  # those that begin now; False in `no_sync`
         self._steps = config.gradient_accumulation_steps
         self._last = False
@@ -132,6 +133,12 @@ class TrainingPass(Uncopied):
         # The producer, and the calls to begin. Not an attribute of the tensor, which users may want to save.
         self._followed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._self = weakref.ref(self)
+
+    def unhook(self) -> None:
+        """Have nothing reported any more: another pass takes its place."""
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
 
     # -- forward --------------------------------------------------------------------------------------
 
@@ -370,6 +377,8 @@ class TrainingPass(Uncopied):
 
     def receive_from_graph(self, group: FlatGroup, index: int, gradient: Tensor, more: bool) -> None:
         """Take a parameter's gradient from a compiled graph."""
+        if group not in self._gradients:
+            self._integrity.check_trainable()  # which raises: there is no optimizer
         self.receive(self._gradients[group], index, gradient, more)
 
     def close_in_graph(self, unit: ShardedUnit) -> None:
@@ -401,7 +410,8 @@ class TrainingPass(Uncopied):
     def _gives_gradients(self) -> bool:
         """Return whether autograd's run gives gradients to parameters; torch.autograd.grad does not."""
         with torch._C.DisableTorchFunctionSubclass():
-            parameters = (p for each in self._reducer.all for p in each.group.parameters if p.requires_grad)
+            trainable = (group for unit in self._units for group in unit.groups if group.trainable)
+            parameters = (p for group in trainable for p in group.parameters if p.requires_grad)
             nodes = (get_gradient_edge(parameter).node for parameter in parameters)
             try:
                 return any(map(torch._C._will_engine_execute_node, nodes))

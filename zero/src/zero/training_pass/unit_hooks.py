@@ -57,8 +57,8 @@ class UnitHooks(Uncopied):
             parameter.__dict__[UNIT_ATTRIBUTE] = known
 
     def _hook(self, module: nn.Module) -> None:
-        module.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True)
-        module.register_forward_hook(self._after, always_call=True)
+        before = module.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True)
+        self._pass.handles += [before, module.register_forward_hook(self._after, always_call=True)]
         self._hooked.add(module)
         self._pass.called.add(module)
 

@@ -45,9 +45,10 @@ def mark_parameters(model: nn.Module, full: FullParameters) -> None:
     for parameter in model.parameters():
         parameter.__dict__[OWNER_ATTRIBUTE] = owner
     for module in model.modules():
+        if module._parameters and OWNER_ATTRIBUTE not in module.__dict__:
+            module.register_load_state_dict_pre_hook(_refuse_to_load)
         if module._parameters:
             module.__dict__[OWNER_ATTRIBUTE] = full
-            module.register_load_state_dict_pre_hook(_refuse_to_load)
 
 
 def gathered(
