@@ -133,7 +133,8 @@ def test_the_predicted_peak_is_the_device_s(cluster: Clusters, device: str) -> N
 def exceptions_body(context: Context) -> dict[str, Any]:
     torch.manual_seed(0)
     model = Watched()
-    engine = zero.initialize(model, adamw(model), zero.Config(compile=AOT, timeout=20))
+    config = zero.Config(compile=AOT, timeout=20, gradient_accumulation_steps=1)
+    engine = zero.initialize(model, adamw(model), config)
     x = torch.ones(2, WIDTH, device=device_of(model))
 
     def train() -> float:

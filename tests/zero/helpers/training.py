@@ -94,7 +94,7 @@ def train_zero(
     for step in range(steps):
         value = loss(model, step, engine.rank)
         engine.backward(value)
-        if engine.step() and engine.grad_norm is not None:
+        if engine.step() and (config.clip_norm or config.loss_scale):
             run.norms.append(float(engine.grad_norm))
         run.losses.append(value.item())
     run.state = engine.state_dict()

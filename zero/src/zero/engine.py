@@ -237,9 +237,12 @@ class Engine:
     def grad_norm(self) -> Tensor | None:
         """The global L2 norm of the gradient at the last step, before clipping, 0-dim fp32.
 
-        None unless clip_norm or a loss scale needs it, and from backward() until step() has measured it.
-        Reading it as a number waits for the device.
+        None from backward() until it is measured, by the step or by clipping. Where nothing clips and there
+        is no loss scale, the first reading, on any rank, returns None and asks for it: from the next step on
+        it is measured, at the cost of a pass over the gradients and one collective. Reading it as a number
+        waits for the device.
         """
+        self._communicator.norm_is_read = True
         return None if self._factor.norm is None else self._factor.norm.clone()
 
     @property

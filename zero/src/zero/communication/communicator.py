@@ -64,6 +64,8 @@ class Communicator:
     group: all ranks of the job. Collectives of a group of parameters are over the ranks of its mesh.
 
     in_pass: inside something that ends with an agreement of the ranks, such as a forward or backward.
+    norm_is_read: whether the norm of the gradients is read, on this rank so far or, since the last agreement,
+    on any.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class Communicator:
         self._others: dict[int, Group] = {}  # that collectives were issued over, by id
         self.ledger = Ledger(groups, name)
         self.in_pass = False
+        self.norm_is_read = False
         self.peers = groups.job.peers
         self.key, self._values = explained(
             lambda: (
@@ -173,9 +176,9 @@ class Communicator:
             return flag
         own = settings()
         mine = [*self.ledger.hashes, crc32(repr(own).encode())]
-        flags = [flag, bool(self._disk_errors.own), bool(gone), self._untold]
+        flags = [flag, bool(self._disk_errors.own), bool(gone), self._untold, self.norm_is_read]
         any_rank, (*issued, same_settings) = self._vote("agreement", flags, mine)
-        flagged, failed, abandoned, untold = any_rank
+        flagged, failed, abandoned, untold, self.norm_is_read = any_rank
         if not all(issued):
             self.ledger.line.failures.mismatch()
         self._check_launch(gone or "a process that another rank depends on" * abandoned)

@@ -26,7 +26,7 @@ _EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 class GradientFactor:
     """norm: 0-dim fp32, the norm of the gradients at the last step, before clipping; overwritten at the next
-    step. None where nothing asks for it, and before it is measured. by_program: whether the program itself
+    step. None where nobody reads it, and before it is measured. by_program: whether the program itself
     has multiplied the losses of these gradients, by a GradScaler, rather than the engine by its loss scale.
     """
 
@@ -106,6 +106,8 @@ class GradientFactor:
                 self._multiplied.mul_(each.to(self._mean.device) if isinstance(each, Tensor) else each)
             factor = self._multiplied
         if self._clip_norm is None and (self._loss_scale is None or self.by_program):
+            if self.norm is None and self._communicator.norm_is_read:
+                self.norm = self.measure(reducer, factor)
             return factor, None
         self.norm = norm = self.measure(reducer, factor)
         if self._clip_norm is not None:

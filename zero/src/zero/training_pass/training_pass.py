@@ -408,7 +408,10 @@ class TrainingPass(Uncopied):
         return task
 
     def _gives_gradients(self) -> bool:
-        """Return whether autograd's run gives gradients to parameters; torch.autograd.grad does not."""
+        """Return whether autograd's run gives gradients to parameters; torch.autograd.grad does not, nor do
+        torch.func's transforms."""
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            return False
         with torch._C.DisableTorchFunctionSubclass():
             trainable = (group for unit in self._units for group in unit.groups if group.trainable)
             parameters = (p for group in trainable for p in group.parameters if p.requires_grad)

@@ -175,6 +175,8 @@ class HeldGradients:
             raise UsageError(_OPTIMIZERS)
         self._take_in()
         shared = self._shared_multipliers()
+        if self._factor.norm is None and (norms := self._norms.get(2.0)):
+            self._factor.norm = torch.linalg.vector_norm(torch.stack(norms))  # the program has measured it
         self._changes |= {
             "how gradients were multiplied before the last step": (
                 [[self._name(p), *_told(by)] for p, by in self._multipliers.items()]
@@ -242,6 +244,7 @@ class HeldGradients:
         norm = self._factor.measure(self._reducer, self._factor.mean()).clone()
         for each in shared or ():
             norm.mul_(abs(_on(each, norm)))
+        self._factor.norm = norm.clone()
         coefficient = clip_coefficient(norm, max_norm)
         for parameter in self._reducer.used():
             self.multiply(parameter, coefficient)
