@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PACKAGES := accelz accelz_cpu accelz_cuda accelz_xpu accelz_hpu zero
 STAMP := $(VENV)/.installed
+FRAMEWORKS := .venv-frameworks
+FRAMEWORKS_STAMP := $(FRAMEWORKS)/.installed
 SIM := examples/sim_backend
 SIM_STAMP := $(VENV)/.sim-installed
 RANKS ?= 2
@@ -11,10 +13,11 @@ WORKERS ?= 2
 ROOM ?=
 ARGS ?=
 # A file's tests stay together, and files begin in the order of tests/conftest.py: the slow ones first.
-PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+PYTEST_OPTIONS = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+PYTEST = $(BIN)/python -m pytest $(PYTEST_OPTIONS)
 
 
-.PHONY: setup sim train test quick check lints format bench clean
+.PHONY: setup sim train test quick frameworks check lints format bench clean
 
 setup: $(STAMP)
 
@@ -47,6 +50,17 @@ endif
 quick: setup  ## what to run at every change, in less than a minute: what one process tests at once
 	$(PYTEST) --quick $(ARGS)
 
+frameworks: setup $(FRAMEWORKS_STAMP)  ## zero.integrations with the real frameworks, which .venv does without
+	$(FRAMEWORKS)/bin/python -m pytest $(PYTEST_OPTIONS) tests/frameworks $(ARGS)
+
+# Layered over .venv: a .pth file there adds what .venv has, torch and our packages among it.
+$(FRAMEWORKS_STAMP): $(STAMP) constraints-frameworks.txt scripts/layer_venv.py
+	@echo "building $(FRAMEWORKS), with the frameworks of constraints-frameworks.txt: a minute the first time"
+	test -x $(FRAMEWORKS)/bin/python || $(BIN)/python -m venv --without-pip $(FRAMEWORKS)
+	$(FRAMEWORKS)/bin/python scripts/layer_venv.py $(VENV)
+	$(FRAMEWORKS)/bin/python -m pip install --quiet -c constraints.txt -r constraints-frameworks.txt
+	touch $@
+
 check: setup lints  ## formatting, lint, types, and the project's own lints, one script each
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -70,4 +84,4 @@ bench: setup
 	$(BIN)/python -m benchmarks $(ARGS)
 
 clean:
-	rm -rf $(VENV) runs
+	rm -rf $(VENV) $(FRAMEWORKS) runs

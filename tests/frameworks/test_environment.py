@@ -1,0 +1,15 @@
+"""The frameworks are those that constraints-frameworks.txt names, on the torch that constraints.txt names."""
+
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+FRAMEWORKS = ("accelerate", "transformers", "peft", "trl", "lightning")
+
+
+@pytest.mark.parametrize("package", ["torch", *FRAMEWORKS])
+def test_the_version_is_the_pinned_one(package: str) -> None:
+    pinned = (ROOT / "constraints.txt").read_text() + (ROOT / "constraints-frameworks.txt").read_text()
+    assert f"{package}=={version(package).split('+')[0]}" in pinned.splitlines()
