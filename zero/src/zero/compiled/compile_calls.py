@@ -17,6 +17,7 @@ from zero.compiled.model import CompiledModel
 from zero.compiled.persistence import Persistence
 from zero.compiled.runtime import Runtime
 from zero.config.training import Config
+from zero.gradients.group_gradients import GradientPolicy
 from zero.optimizer.record_streamer import RecordStreamer
 from zero.sharding.lifetime import weakly
 from zero.sharding.sharded_unit import ShardedUnit
@@ -37,9 +38,10 @@ def compile_calls(
     """Make calls of `module` run through torch.compile, as `config.compile` says."""
     settings = config.compile
     assert settings is not None
-    accumulates, on_disk = config.gradient_accumulation_steps != 1, wanted(config.offload, "params").stored
+    on_disk = wanted(config.offload, "params").stored
     runtime = Runtime(units, stores.accelerator, training_pass, record_streamer)
-    facts = gather_facts(runtime.handle, units, record_streamer, accumulates)
+    policy = GradientPolicy.of(config, communicator.group.size)
+    facts = gather_facts(runtime.handle, units, record_streamer, policy)
     telling = weakly(communicator.telling)
     backend = ShardingBackend(facts, runtime.parameters, settings, _leaving(config, stores), telling)
     persistence = Persistence(runtime, stores.accelerator, communicator, settings.persist_budget)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from zero.communication.quantised import Quantised
+from zero.gradients.group_gradients import GradientPolicy
 from zero.optimizer.record_streamer import RecordStreamer
 from zero.sharding.sharded_unit import ShardedUnit
 
@@ -25,8 +26,8 @@ class UnitFacts:
     elements: of the whole flat buffers, by dtype. rounded: those of them that travel in codes.
     away: whether shards are not on the device.
     streamed: bytes of optimizer state that come to the device for the step.
-    slices: number that reduced gradients are cut into, one of which stays on the device until the step; 0 if
-        none does.
+    slices: number that gradients are cut into once they are reduced, one of which stays on the device until
+        the step; 0 if none does.
     """
 
     name: str
@@ -77,29 +78,28 @@ class Facts:
 
 
 def gather_facts(
-    handle: int, units: Sequence[ShardedUnit], record_streamer: RecordStreamer, accumulates: bool
+    handle: int, units: Sequence[ShardedUnit], record_streamer: RecordStreamer, policy: GradientPolicy
 ) -> Facts:
-    """The facts about an engine. Parameters are numbered in the order of units, groups and slots.
-    accumulates: whether gradients add up over micro-batches, the last of which finds slices of gradients
-    there.
-    """
+    """The facts about an engine. Parameters are numbered in the order of units, groups and slots."""
     parameters: list[ParameterFacts] = []
     for unit in units:
         for group in unit.groups:
             for name in group.names:
                 parameters.append(ParameterFacts(len(parameters), name, unit.index, group.trainable))
-    of_units = tuple(_of_unit(unit, record_streamer, accumulates) for unit in units)
+    of_units = tuple(_of_unit(unit, record_streamer, policy) for unit in units)
     return Facts(handle, of_units, tuple(parameters), record_streamer.scratch, record_streamer.passing_bytes)
 
 
-def _of_unit(unit: ShardedUnit, record_streamer: RecordStreamer, accumulates: bool) -> UnitFacts:
+def _of_unit(unit: ShardedUnit, record_streamer: RecordStreamer, policy: GradientPolicy) -> UnitFacts:
     elements, rounded = Counter[torch.dtype](), Counter[torch.dtype]()
     for group in unit.groups:
         elements[group.dtype] += group.layout.numel
         if group.gather_options.quant_dtype is not None:
             rounded[group.dtype] += group.layout.numel
     near = any(group.placement.gradients.near for group in unit.groups if group.trainable)
-    slices = unit.groups[0].shards if near and not accumulates else 0
+    slices = 1 if policy.keeps_whole else unit.groups[0].shards if near else 0
+    if policy.sums:
+        slices = 0  # the last micro-batch finds them there
     return UnitFacts(
         unit.name, unit.resident, elements, unit.away, record_streamer.nbytes(unit), slices, rounded
     )

@@ -175,7 +175,7 @@ def reserve_disk(
     nbytes = Counter[Tier]()
     for group in (group for draft in drafts for group in draft.groups):
         dtype = group.kind.dtype
-        nbytes += stores.disk_bytes(group.shard_numel, dtype, group.placement, policy.slice_dtype(dtype))
+        nbytes += stores.disk_bytes(group.shard_numel, dtype, group.placement, policy.place_dtype(dtype))
     if nbytes:
         through_cache = False
         with communicator.postponing_disk_errors():

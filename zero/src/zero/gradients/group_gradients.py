@@ -13,7 +13,7 @@ from torch import Tensor
 
 from accelz import FlatBuffer, Slot
 from zero.config.training import DTYPES, Config
-from zero.gradients.reduced_slice import ReducedSlice
+from zero.gradients.reduced_slice import ReducedSlice, added
 from zero.sharding.flat_group import FlatGroup
 from zero.sharding.sharded_unit import ShardedUnit
 from zero.tiers.room import allocate
@@ -27,15 +27,19 @@ T = TypeVar("T")
 class GradientPolicy:
     """When gradients are communicated, and in what dtypes.
 
-    sums: whether several micro-batches may be added up for an optimizer step. local: whether ranks
-    communicate only at the last of them.
+    sums: whether several micro-batches are known to be added up for an optimizer step. open: whether nobody
+    knows how many: any backward may be the last, and another may follow it.
+    local: whether ranks communicate only at the last of them, or at any that may be it. keeps_whole: whether
+    whole buffers stay after that, for others to be added on this rank and reduced anew.
     reduce_dtype: dtype that gradients travel in; None: the one that they are computed in, or added up in on
     this rank. fixed_tiers: whether gradients stay in the tier that they are placed in; otherwise a rank may
     move its own elsewhere.
     """
 
     sums: bool
+    open: bool
     local: bool
+    keeps_whole: bool
     reduce_dtype: torch.dtype | None
     fixed_tiers: bool
 
@@ -43,23 +47,36 @@ class GradientPolicy:
     def of(cls, config: Config, world_size: int) -> GradientPolicy:
         """The policy that the settings ask for. world_size: of the job or of a copy; it only matters whether
         a rank is alone."""
+        count = config.gradient_accumulation_steps
+        local = config.accumulate == "local" or config.stage == 1 or world_size == 1
         return cls(
-            sums=config.gradient_accumulation_steps != 1,
-            local=config.accumulate == "local" or config.stage == 1 or world_size == 1,
+            sums=count is not None and count > 1,
+            open=count is None,
+            local=local,
+            keeps_whole=count is None and local and world_size > 1,  # one rank can add to what it has reduced
             reduce_dtype=DTYPES[config.reduce_dtype] if config.reduce_dtype and world_size > 1 else None,
             fixed_tiers=not config.offload.measured,
         )
 
-    def whole_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype of the whole buffer for gradients in `dtype`: sums of micro-batches are at least fp32."""
-        if self.local and self.sums:
+    def whole_dtype(self, dtype: torch.dtype, adds: bool) -> torch.dtype:
+        """The dtype of the whole buffer for gradients in `dtype`: sums of micro-batches are at least fp32.
+        adds: whether those of several backwards, if any, are added up on this rank."""
+        if self.local and adds:
             return at_least_fp32(dtype)
+        if self.keeps_whole and self.reduce_dtype is not None:
+            return torch.promote_types(dtype, self.reduce_dtype)  # rounded only on its way
         return self.reduce_dtype or dtype
 
     def slice_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype of the reduced slice of gradients in `dtype`: sums of micro-batches are at least fp32."""
-        sent = self.reduce_dtype or self.whole_dtype(dtype)
+        """The dtype of the reduced slice of gradients in `dtype`: sums of micro-batches are at least fp32.
+        Until there is a second one, a micro-batch is taken for the only one."""
+        sent = self.reduce_dtype or self.whole_dtype(dtype, self.sums)
         return at_least_fp32(sent) if self.sums else sent
+
+    def place_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of the place on disk for the reduced slice, which it has whatever comes."""
+        slice_ = self.slice_dtype(dtype)
+        return at_least_fp32(slice_) if self.open else slice_
 
 
 class GroupGradients:
@@ -68,6 +85,10 @@ class GroupGradients:
     fired: parameters whose gradient has come in this backward, or in its present round. closed: whether no
         more will come in it.
     whole: the buffer that is being filled. filled: parameters that have a value in it.
+    A step may take any number of backwards, as `policy.open` says. What another one adds to is then kept
+    beside the slice, as it was before its reduction: the whole buffer, or the slice before it was summed over
+    replicas. `begin_backward` puts it back, so that sums are taken in the order of a step whose number of
+    backwards is known.
     reduced: whether it has been handed to a reduction in this backward.
     locally_used: parameters that got a gradient on this rank since the last agreement. used: those that got
         one on any rank since the last step.
@@ -79,7 +100,7 @@ class GroupGradients:
     def __init__(self, group: FlatGroup, unit: ShardedUnit, stores: Stores, policy: GradientPolicy) -> None:
         self.group = group
         self.unit = unit
-        self.slice = ReducedSlice(group, stores, policy.sums, policy.slice_dtype(group.dtype))
+        self.slice = ReducedSlice(group, stores, policy.sums, policy.place_dtype(group.dtype))
         self.fired: set[int] = set()
         self.closed = False
         self.filled: set[int] = set()
@@ -93,7 +114,13 @@ class GroupGradients:
         self._accelerator = stores.accelerator
         self._policy = policy
         self._buffers: dict[torch.dtype, FlatBuffer] = {}  # released, kept for their views
-        self._under_slice: list[FlatBuffer] = []  # whole buffers in which the slice lives, until clear()
+        self._under_slice: FlatBuffer | None = None  # the whole buffer in which the slice lives
+        self._unreduced: FlatBuffer | None = None  # the whole buffer from before its reduction
+        self._in_unreduced: set[int] = set()  # parameters that have a value in it
+        self._of_copy: Tensor | None = None  # the slice from before its sum over replicas
+        self._keeps_whole = policy.keeps_whole
+        self._begun = False  # there was a backward since clear()
+        self._adds = False  # the whole buffer is for several backwards
         self._gradient_dtype = group.dtype
         self._count = len(group.parameters)
 
@@ -116,18 +143,31 @@ class GroupGradients:
         whole = self._open()
         if index in self.filled:
             slot = whole.slots[index]
-            place = whole.data[slot.offset : slot.offset + slot.numel]
-            self._accelerator.kernels.accumulate(place, _flat(gradient, slot))
+            self._accelerator.kernels.accumulate(whole.data[_window(slot)], _flat(gradient, slot))
         else:
             whole.views[index].copy_(gradient)
             self.filled.add(index)
 
     def _open(self) -> FlatBuffer:
-        """The whole buffer, made if there is none; the first gradient decides its dtype."""
+        """The whole buffer, made if there is none, and widened if more is to be added than was expected; the
+        first gradient decides its dtype."""
+        dtype = self._policy.whole_dtype(self._gradient_dtype, self._adds)
         if self.whole is None:
-            dtype = self._policy.whole_dtype(self._gradient_dtype)
-            self.whole = self.allocate(self.group.layout.numel * dtype.itemsize, lambda: self._buffer(dtype))
+            self.whole = self._allocate_whole(dtype)
+        elif self.whole.data.dtype.itemsize < dtype.itemsize:
+            self.whole = self._converted(self.whole, dtype)
         return self.whole
+
+    def _allocate_whole(self, dtype: torch.dtype) -> FlatBuffer:
+        nbytes = self.group.layout.numel * dtype.itemsize
+        return self.allocate(nbytes, lambda: self._buffer(dtype))
+
+    def _converted(self, whole: FlatBuffer, dtype: torch.dtype) -> FlatBuffer:
+        """A copy in another dtype, or in its own; the original is released."""
+        copy = self._allocate_whole(dtype)
+        copy.data.copy_(whole.data)
+        self.release_whole(whole)
+        return copy
 
     def allocate(self, nbytes: int, allocation: Callable[[], T]) -> T:
         """Return what `allocation` returns; an error for lack of memory names the unit."""
@@ -154,41 +194,110 @@ class GroupGradients:
     def store_reduced(self, whole: FlatBuffer, slice_: Tensor) -> None:
         """Add a reduced slice. `whole` is released unless the slice lives in it."""
         self.slice.add(slice_)
-        if self.slice.is_in(whole.data):
-            self._under_slice.append(whole)
-        else:
-            self.release_whole(whole)
+        before, self._under_slice = self._under_slice, None
+        for each in (before, whole):
+            if each is not None and self.slice.is_in(each.data):
+                self._under_slice = each
+            elif each is not None:
+                self.release_whole(each)
 
     def detach_whole(self) -> FlatBuffer:
         """Hand the sealed buffer to a reduction, in the dtype that it travels in. Gradients that come later
         start a new one."""
         assert self.whole is not None
-        whole, self.whole = self._narrowed(self.whole), None
-        self.filled.clear()
+        whole, self.whole = self.whole, None
+        filled, self.filled = self.filled, set()
         self.reduced = True
-        return whole
-
-    def _narrowed(self, whole: FlatBuffer) -> FlatBuffer:
-        dtype = self._policy.reduce_dtype
-        if dtype is None or whole.data.dtype is dtype:
+        if self._keeps_whole:
+            self._keep(whole, filled)
+        dtype = self._policy.reduce_dtype or whole.data.dtype
+        in_place = self.group.shards == 1
+        if dtype is whole.data.dtype and not (in_place and self.is_kept(whole)):
             return whole
-        nbytes = whole.data.numel() * dtype.itemsize
-        narrow = self.allocate(nbytes, lambda: self._buffer(dtype))
-        narrow.data.copy_(whole.data)
-        self.release_whole(whole)
-        return narrow
+        return self._converted(whole, dtype)
+
+    def _keep(self, whole: FlatBuffer, filled: set[int]) -> None:
+        """Keep what is about to be reduced; add it to what is kept if it came late, or in a further round."""
+        if self._unreduced is None:
+            self._unreduced, self._in_unreduced = whole, filled
+            return
+        wide = at_least_fp32(self._unreduced.data.dtype)
+        if self._unreduced.data.dtype is not wide:
+            narrow, self._unreduced = self._unreduced, None
+            self._unreduced = self._converted(narrow, wide)
+        kept = self._unreduced.data
+        for index in filled:
+            window = _window(whole.slots[index])
+            if index in self._in_unreduced:
+                self._accelerator.kernels.accumulate(kept[window], whole.data[window])
+            else:
+                kept[window].copy_(whole.data[window])
+        self._in_unreduced |= filled
+
+    def is_kept(self, whole: FlatBuffer) -> bool:
+        """Whether a whole buffer stays after its reduction."""
+        return whole is self._unreduced
+
+    def keep_slice(self) -> None:
+        """Keep the slice as it is, about to be summed over replicas, if another backward may follow and there
+        is no whole buffer for it to add to."""
+        if self._policy.open and not self._policy.keeps_whole:
+            slice_ = self.slice.near
+            self._of_copy = self.allocate(slice_.nbytes, slice_.clone)
+
+    def add_to_kept_slice(self, slice_: Tensor) -> None:
+        """Add a slice that is about to be summed over replicas by itself."""
+        if self._of_copy is not None:
+            self._of_copy = added(self._of_copy, slice_, self._accelerator.kernels)
+
+    def drop_kept(self) -> None:
+        """Keep nothing from before reductions: what further backwards leave is added to the slice. Called
+        where that has changed since, on all ranks, or to make room."""
+        if self._unreduced is not None:
+            unreduced, self._unreduced = self._unreduced, None
+            self.release_whole(unreduced)
+        self._of_copy = None
+        self._keeps_whole = False
 
     def device_bytes(self) -> int:
         """Bytes of the device in use; a slice that lives in a whole buffer counts as that."""
-        held = sum(whole.nbytes for whole in (self.whole, *self._under_slice) if whole is not None)
-        return held + (0 if self._under_slice else self.slice.device_bytes())
+        wholes = (self.whole, self._unreduced, self._under_slice)
+        held = sum(whole.nbytes for whole in wholes if whole is not None)
+        held += 0 if self._of_copy is None else self._of_copy.nbytes
+        return held + (self.slice.device_bytes() if self._under_slice is None else 0)
 
     @property
     def slice_bytes(self) -> int:
-        """Bytes that the reduced slice takes."""
-        return self.group.layout.shard_numel * self._policy.slice_dtype(self._gradient_dtype).itemsize
+        """Bytes that the reduced slice takes; before the first one, that it will take."""
+        dtype = self.slice.dtype or self._policy.slice_dtype(self._gradient_dtype)
+        return self.group.layout.shard_numel * dtype.itemsize
 
-    def begin_backward(self) -> None:
+    def begin_backward(self, last: bool) -> None:
+        """last: as in `GradientReducer.begin_backward`."""
+        self._put_back()
+        self._forget_progress()
+        self._adds = self._begun or not last  # the same on all ranks, also where no gradient came
+        self._begun = True
+
+    def _put_back(self) -> None:
+        """Make the latest reduction undone, to be made anew with the gradients that are about to come."""
+        if self._unreduced is not None:
+            self.whole, self._unreduced = self._unreduced, None
+            self.filled = self._in_unreduced
+            self._drop_slice()
+        elif self._of_copy is not None:
+            self._drop_slice()
+            self.slice.add(self._of_copy)
+            self._of_copy = None
+
+    def _drop_slice(self) -> None:
+        self.slice.clear()
+        if self._under_slice is not None:
+            self.release_whole(self._under_slice)
+            self._under_slice = None
+        self.total = False
+
+    def _forget_progress(self) -> None:
         self.fired.clear()
         self.closed = False
         self.reduced = False
@@ -200,13 +309,14 @@ class GroupGradients:
 
     def clear(self) -> None:
         """Forget everything of this optimizer step."""
-        self.slice.clear()
-        for whole in (*self._under_slice, *([self.whole] if self.whole is not None else [])):
-            self.release_whole(whole)
-        self._under_slice.clear()
-        self.whole = None
-        self.total = False
-        self.begin_backward()
+        self.drop_kept()
+        self._keeps_whole = self._policy.keeps_whole
+        self._drop_slice()
+        if self.whole is not None:
+            self.release_whole(self.whole)
+            self.whole = None
+        self._begun = False
+        self._forget_progress()
         self.filled.clear()
         self.locally_used.clear()
         self.used.clear()
@@ -222,7 +332,10 @@ class GroupGradients:
             self.whole.views[index].zero_()
 
     def release_whole(self, whole: FlatBuffer) -> None:
-        """Release a whole buffer that has been reduced, so that other gradients can use it."""
+        """Release a whole buffer that has been reduced, so that other gradients can use it, unless it is
+        kept."""
+        if self.is_kept(whole):
+            return
         whole.release()
         self._buffers.setdefault(whole.data.dtype, whole)
 
@@ -239,6 +352,10 @@ class GroupGradients:
         layout = self.group.layout
         data = torch.empty(layout.numel, dtype=dtype, device=self._accelerator.device)
         return FlatBuffer(data, (), layout.slots)
+
+
+def _window(slot: Slot) -> slice:
+    return slice(slot.offset, slot.offset + slot.numel)
 
 
 def _flat(gradient: Tensor, slot: Slot) -> Tensor:

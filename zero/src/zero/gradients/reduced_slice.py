@@ -9,26 +9,27 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from accelz import HOST
+from accelz import HOST, Kernels
 from zero.sharding.flat_group import FlatGroup
 from zero.tiers.carrier import HostCopy
 from zero.tiers.stores import Stores
-from zero.tiers.values import Values
+from zero.tiers.values import Values, at_least_fp32
 
 
 class ReducedSlice:
     """(shard_numel,), 16-bit or fp32.
 
-    widen: whether 16-bit values are kept in fp32, so that others can be added. dtype: the widest that it can
-    have; on disk, its place is allocated at once.
+    widen: whether 16-bit values are kept in fp32 from the first, because others will be added. widest: the
+    dtype that it has at most; on disk, its place is allocated at once. dtype: that of the last gradient.
     """
 
-    def __init__(self, group: FlatGroup, stores: Stores, widen: bool, dtype: torch.dtype) -> None:
+    def __init__(self, group: FlatGroup, stores: Stores, widen: bool, widest: torch.dtype) -> None:
+        self.dtype: torch.dtype | None = None
         self._group = group
         self._stores = stores
         self._widen = widen
         self._values: Values | None = None
-        self._place = group.placement.gradients.place(stores, group.layout.shard_numel, dtype)
+        self._place = group.placement.gradients.place(stores, group.layout.shard_numel, widest)
         self._host_copy: HostCopy | None = None  # on its way, not yet added
 
     @property
@@ -101,11 +102,18 @@ class ReducedSlice:
 
     def _fold(self, slice_: Tensor) -> None:
         if self._values is not None:
-            sum_ = self._values.to(slice_.device)
-            self._stores.kernels(slice_.device).accumulate(sum_, slice_)
-            slice_ = sum_
+            kernels = self._stores.kernels(slice_.device)
+            slice_ = added(self._values.to(slice_.device), slice_, kernels)
         elif self._widen and slice_.dtype.itemsize < 4:
             slice_ = slice_.float()
         if self._place is not None:
             self._place.write(slice_)
         self._values = slice_ if self._place is None else self._place
+        self.dtype = self._values.dtype
+
+
+def added(sum_: Tensor, values: Tensor, kernels: Kernels) -> Tensor:
+    """Add to a sum, in place unless it has 16 bits: sums have at least fp32."""
+    sum_ = sum_.to(at_least_fp32(sum_.dtype))
+    kernels.accumulate(sum_, values)
+    return sum_

@@ -103,7 +103,7 @@ class GradientReducer:
         self._next = 0
         self._observed.clear()
         for gradients in self.all:
-            gradients.begin_backward()
+            gradients.begin_backward(last)
 
     def receive(self, gradients: GroupGradients, index: int, gradient: Tensor, more: bool = False) -> bool:
         """Take one parameter's gradient, which autograd has accumulated.
@@ -219,7 +219,9 @@ class GradientReducer:
     def device_bytes(self) -> int:
         """Bytes of the device in use for whole buffers and slices."""
         flying = sum(
-            r.whole.nbytes + (0 if r.result is r.whole.data else r.result.nbytes) for r in self._reductions
+            (0 if r.gradients.is_kept(r.whole) else r.whole.nbytes)
+            + (0 if r.result is r.whole.data else r.result.nbytes)
+            for r in self._reductions
         )
         flying += 0 if self._replica_sums is None else self._replica_sums.device_bytes()
         return flying + sum(gradients.device_bytes() for gradients in self.all)
@@ -237,6 +239,8 @@ class GradientReducer:
 
     def _reduce(self, gradients: GroupGradients) -> None:
         gradients.seal()
+        while any(r.gradients is gradients and gradients.is_kept(r.whole) for r in self._reductions):
+            self._wait_oldest()  # what is under way is about to be added to
         whole = gradients.detach_whole()
         data = whole.data
         if self._skipped_steps is not None and self._skipped_steps.searching:

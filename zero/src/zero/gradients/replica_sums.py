@@ -43,9 +43,11 @@ class ReplicaSums:
         if gradients.two_hops and not gradients.total:
             gradients.slice.add(slice_)
             if last:
+                gradients.keep_slice()
                 gradients.total = True
                 self._start(gradients, gradients.slice.near, None)
         else:
+            gradients.add_to_kept_slice(slice_)
             self._start(gradients, slice_, slice_)
 
     def finish(self) -> None:

@@ -234,7 +234,8 @@ class UnitPlanner:
         parameters = [parameter for _, parameter in draft.named]
         given = max((parameter.dtype for parameter in parameters), key=lambda dtype: dtype.itemsize)
         gathered = fmt.dtype or kind.dtype
-        reduced = policy.whole_dtype(gathered)
+        reduced = policy.whole_dtype(gathered, policy.sums)
+        stored = draft.placement.gradients.stored
         tied = order.largest_tied(parameters)
         return PlannedGroup(
             numel=draft.shard_numel * self._shards,
@@ -247,7 +248,7 @@ class UnitPlanner:
             resident=resident,
             reduced=reduced,
             sent=policy.reduce_dtype or reduced,
-            slice=policy.slice_dtype(gathered),
+            slice=policy.place_dtype(gathered) if stored else policy.slice_dtype(gathered),
             early=any(map(order.is_early, parameters)),
             complete_early=self._ranks == 1 and all(map(order.is_early, parameters)),
             held=sum(p.numel() for p in parameters if order.is_held(p)) * gathered.itemsize,

@@ -10,7 +10,7 @@ import torch
 from zero.config.training import Config
 from zero.gradients.group_gradients import GradientPolicy
 from zero.planning.groups import PlannedGroup, PlannedUnit
-from zero.planning.peaks import Sums, backward, building, forward, step
+from zero.planning.peaks import Sums, backward, before_step, building, forward, step
 from zero.tiers.device_bytes import DeviceBytes
 from zero.tiers.pipeline import BUFFERS
 from zero.tiers.tier import ON_DEVICE, TIERS, Tier
@@ -55,7 +55,7 @@ def plan_memory(
 ) -> MemoryPlan:
     """Plan one rank's memory. scaled: whether gradients are averaged, unscaled or clipped. replicas: their
     number, of the model."""
-    sums: Sums = "none" if not policy.sums else "whole" if policy.local else "slices"
+    sums = _sums(policy, replicas)
     groups = [group for unit in units for group in unit.groups]
     rest = {tier.name: sum((_rest(g, tier, config) for g in groups), DeviceBytes()) for tier in TIERS}
     made = sum((_rest(g.before_steps, ON_DEVICE, config) for g in groups), DeviceBytes())
@@ -67,10 +67,19 @@ def plan_memory(
         "init": _highest([*building(units), made]),
         "forward": _highest(forward(units, config.prefetch, sums)),
         "backward": _highest(backward(units, config, sums, replicas)),
-        "step": step(units, scaled),
+        "step": _highest([step(units, scaled), before_step(units, sums)]),
     }
     peaks = {phase: rest[ON_DEVICE.name] + held if phase != "init" else held for phase, held in peaks.items()}
     return MemoryPlan(rest, gradients, _buffers(groups, config.offload.compact), peaks)
+
+
+def _sums(policy: GradientPolicy, replicas: int) -> Sums:
+    """What other micro-batches make the device hold. One alone is planned where their number is open."""
+    if policy.sums:
+        return "whole" if policy.local else "slices"
+    if policy.keeps_whole:
+        return "kept whole"
+    return "kept slices" if policy.open and policy.fixed_tiers and replicas > 1 else "none"
 
 
 def _highest(points: Iterable[DeviceBytes]) -> DeviceBytes:

@@ -24,8 +24,9 @@ from zero.tiers.tier import ON_DEVICE
 
 TRAVELLING = LEAVING + 1
 """Units whose gradients may be on their way to the host, including one that is just setting out."""
-Sums = Literal["none", "slices", "whole"]
-"""What earlier micro-batches have left: nothing, reduced slices, or whole buffers."""
+Sums = Literal["none", "slices", "whole", "kept whole", "kept slices"]
+"""What earlier micro-batches have left: nothing, reduced slices, or whole buffers. Kept: nothing, but what
+later ones would add to stays until the step, as it was before its reduction, or its sum over replicas."""
 
 
 def building(units: Sequence[PlannedUnit]) -> Iterator[DeviceBytes]:
@@ -157,8 +158,14 @@ class _Moment:
         comes with the very first of all. The age of gradients is counted in turns since they were complete.
         """
         near, age = group.placement.gradients.near, self.index - position
+        kept = sums == "kept slices" and near and age > UNDER_REDUCTION
+        return self._bytes_of(group, near, age, early, sums) + (group.slice_bytes if kept else 0)
+
+    def _bytes_of(self, group: PlannedGroup, near: bool, age: int, early: bool, sums: Sums) -> int:
         awaited = group is self.adding and not group.begun
         begun = early or sums == "whole" or age > 0 or (age == 0 and not awaited)
+        if sums == "kept whole":
+            return self._kept_whole(group, age, near, begun)
         if group.sent is not group.reduced:
             return self._narrowed(group, age, near, begun)
         if not group.sharded and group.sent is group.slice:
@@ -170,6 +177,15 @@ class _Moment:
         whole = group.gradient_bytes if begun and age <= UNDER_REDUCTION else 0
         added = group.shard_numel * group.reduced.itemsize if adds else 0
         return whole + (group.slice_bytes if stays or travels else 0) + added
+
+    def _kept_whole(self, group: PlannedGroup, age: int, near: bool, begun: bool) -> int:
+        """As `bytes_of`, where the whole buffer stays beside its reduced slice, and so beside what travels if
+        that is narrower or is reduced in place."""
+        done = age > 0 or (age == 0 and self.reduced)
+        whole = group.gradient_bytes if begun else 0
+        slice_ = group.slice_bytes if done and (near or age <= self.travelling) else 0
+        sent = group.sent_bytes if done and age <= UNDER_REDUCTION and group.sent is not group.reduced else 0
+        return whole + slice_ + (sent if group.sharded else 0)
 
     def _narrowed(self, group: PlannedGroup, age: int, near: bool, begun: bool) -> int:
         """As `bytes_of`, for a group whose gradients are narrowed to be sent: the wide buffer goes at once,
@@ -187,6 +203,15 @@ class _Moment:
         if near and sums == "slices":  # the sum, and what is added to it
             return group.gradient_bytes * (2 if begun and age <= UNDER_REDUCTION else 1)
         return group.gradient_bytes if begun and (near or age <= self.travelling) else 0
+
+
+def before_step(units: Sequence[PlannedUnit], sums: Sums) -> DeviceBytes:
+    """What is kept up to the step beside the slices, and dropped as it begins."""
+    groups = [group for unit in units for group in unit.groups if group.trainable]
+    near = [group for group in groups if group.placement.gradients.near]
+    kept = sum(g.gradient_bytes for g in groups) if sums == "kept whole" else 0
+    kept += sum(g.slice_bytes for g in near) if sums == "kept slices" else 0
+    return DeviceBytes(gradients=kept + sum(group.slice_bytes for group in near))
 
 
 def step(units: Sequence[PlannedUnit], scaled: bool) -> DeviceBytes:

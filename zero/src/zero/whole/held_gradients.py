@@ -186,6 +186,8 @@ class HeldGradients:
         }
         if shared is None:
             self._apply_multipliers()
+        for gradients in self._reducer.all:
+            gradients.drop_kept()
         return shared or ()
 
     def _take_in(self) -> None:
@@ -307,6 +309,7 @@ class HeldGradients:
         """Change this rank's part of one gradient. change(values, which elements of the parameter)."""
         self._norms.clear()
         gradients, index = self._places[parameter]
+        gradients.drop_kept()
         for piece in gradients.group.pieces:
             if piece.index == index and gradients.slice.present:
                 with (

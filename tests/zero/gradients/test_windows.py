@@ -1,0 +1,194 @@
+"""Sums over any number of backwards: the plain loop's bits are those of a loop whose engine counts."""
+
+from __future__ import annotations
+
+import tempfile
+from contextlib import nullcontext
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zero
+from accelz.conformance.cluster import Clusters, Context
+from tests.zero.helpers.models import LanguageModel, features, tokens
+from tests.zero.helpers.paths import Optionals
+from tests.zero.helpers.training import adamw
+
+STEPS = 2
+Bits = dict[str, Tensor | None]
+
+
+class Sometimes(nn.Module):
+    """A language model beside blocks of which each rank uses none in every other micro-batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.always = LanguageModel(layers=2)
+        self.sometimes = Optionals("in a row")
+        del self.sometimes.layers[2:]
+
+    def forward(self, tokens: Tensor, x: Tensor, number: int) -> Tensor:
+        other = self.sometimes(x, use_extra=number % 3 == 0)
+        return self.always(tokens)["loss"] + (other if number % 2 else other.detach())
+
+
+def trained(context: Context, loop: str, window: int, **settings: Any) -> Bits:
+    """The gradients of the last step, and the weights after it."""
+    model = Sometimes()
+    count = window if loop == "counted" else None
+    engine = zero.initialize(
+        model, adamw(model), zero.Config(timeout=20, gradient_accumulation_steps=count, **settings)
+    )
+    names, found = [name for name, _ in model.named_parameters()], Bits()
+    for step, part in product(range(STEPS), range(window)):
+        number = step * window + part
+        x = features(number, context.rank, model)
+        x = x if engine.loss_scale is None else x.half()
+        loss = model(tokens(number, context.rank, model), x, number + context.rank)
+        loss = loss if count or window == 1 else loss / window
+        waits = loop == "no_sync" and part + 1 < window
+        with engine.no_sync() if waits else nullcontext():
+            engine.backward(loss) if count or engine.loss_scale is not None else loss.backward()
+        if part + 1 == window:
+            found |= {f"gradient of {name}": engine.full_gradient(name) for name in names}
+            assert engine.step()
+    return found | engine.state_dict()
+
+
+def different(one: Bits, other: Bits) -> list[str]:
+    return [
+        name
+        for name, value in one.items()
+        if not (value is other[name] is None or torch.equal(value, other[name]))  # type: ignore[arg-type]
+    ]
+
+
+def loops_body(context: Context, every: list[dict[str, Any]], windows: tuple[int, ...]) -> list[str]:
+    """What differs from the counting loop, by setting."""
+    found = []
+    for settings in every:
+        with tempfile.TemporaryDirectory() as path:
+            given = dict(settings)
+            if "disk" in given.get("offload", {}).values():
+                given["offload"] = {**given["offload"], "path": path}
+            for window in windows:
+                counted = trained(context, "counted", window, **given)
+                for loop in ("plain", "no_sync") if window == 3 else ("plain",):
+                    names = different(counted, trained(context, loop, window, **given))
+                    found += [f"{settings}, {loop}, {window}: {names[:2]}"] if names else []
+    return found
+
+
+LOCAL: dict[str, Any] = {"accumulate": "local"}
+BF16: dict[str, Any] = {"precision": "bf16"}
+AWAY: dict[str, Any] = {"optimizer": "host", "gradients": "host"}
+DISK: dict[str, Any] = {"optimizer": "disk", "gradients": "disk"}
+STAGES: list[dict[str, Any]] = [
+    {"stage": stage, "accumulate": accumulate, "precision": precision}
+    | ({"loss_scale": 64.0} if precision == "fp16" else {})
+    for stage, accumulate, precision in product((0, 1, 2, 3), ("sharded", "local"), ("fp32", "bf16", "fp16"))
+    if stage != 1 or accumulate == "local"
+]
+FEW: list[dict[str, Any]] = [
+    {**BF16},
+    {**BF16, **LOCAL, "clip_norm": 0.1},
+    {"stage": 0, **BF16, **LOCAL},
+    {"stage": 1, **BF16},
+    {"stage": 2, "offload": AWAY},
+    {"stage": 1, **BF16, "offload": AWAY},
+    {"stage": 0, **BF16, **LOCAL, "offload": AWAY},
+    {**BF16, "offload": DISK},
+    {**BF16, **LOCAL, "offload": DISK},
+    {"reduce_dtype": "bf16"},
+    {**LOCAL, "reduce_dtype": "bf16"},
+    {"stage": 0, **LOCAL, "reduce_dtype": "bf16"},
+    {**BF16, **LOCAL, "reduce_dtype": "fp32"},
+    {"precision": "fp16", **LOCAL, "reduce_dtype": "bf16", "loss_scale": 64.0},
+]
+COPIES: list[dict[str, Any]] = [
+    {**BF16, "shard_ranks": 2},
+    {**BF16, **LOCAL, "shard_ranks": 2},
+    {"stage": 1, "shard_ranks": 2},
+    {"stage": 2, "shard_ranks": 2, "offload": AWAY},
+    {**BF16, **LOCAL, "shard_ranks": 2, "offload": AWAY},
+    {"reduce_dtype": "bf16", "shard_ranks": 2},
+]
+
+
+@pytest.mark.parametrize(
+    ("size", "every"),
+    [
+        pytest.param(1, FEW, id="one rank"),
+        pytest.param(2, STAGES, id="stages", marks=pytest.mark.slow),
+        pytest.param(2, FEW, id="two ranks", marks=pytest.mark.slow),
+        pytest.param(3, FEW[:5], id="three ranks"),
+        pytest.param(4, COPIES, id="copies", marks=pytest.mark.slow),
+    ],
+)
+def test_both_loops_have_the_same_bits(cluster: Clusters, size: int, every: list[dict[str, Any]]) -> None:
+    windows = (1, 3) if every is STAGES else (1, 2, 3)
+    for found in cluster(size).run(loops_body, every=every, windows=windows, limit=200):
+        assert not found, "\n".join(found)
+
+
+def changed_body(context: Context, every: list[dict[str, Any]]) -> float:
+    """What differs at most from an unsharded model's gradients, halved after each backward of three."""
+    plain, found = Sometimes(), 0.0
+    for number in range(3):
+        for rank in range(context.size):
+            batch = tokens(number, rank, plain), features(number, rank, plain), number + rank
+            (plain(*batch) / context.size).backward()
+        for parameter in plain.parameters():
+            if parameter.grad is not None:
+                parameter.grad *= 0.5
+    expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
+    for settings in every:
+        model = Sometimes()
+        config = zero.Config(timeout=20, gradient_accumulation_steps=None, **settings)
+        engine = zero.initialize(model, adamw(model), config)
+        for number in range(3):
+            batch = tokens(number, context.rank, model), features(number, context.rank, model)
+            model(*batch, number + context.rank).backward()
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(0.5)
+        for name, parameter in model.named_parameters():
+            value, other = parameter.grad, expected[name]
+            assert (value is None) is (other is None), name
+            if other is not None and other.numel():
+                found = max(found, float((value.clone().cpu() - other).abs().max()))
+        assert engine.step()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("size", "every"),
+    [(1, [{}]), (2, [{"stage": 1}, {"stage": 0, **LOCAL}, {**LOCAL, "offload": AWAY}, {}]), (4, COPIES[2:4])],
+)
+def test_backwards_add_to_gradients_that_were_changed(
+    cluster: Clusters, size: int, every: list[dict[str, Any]]
+) -> None:
+    assert max(cluster(size).run(changed_body, every=every)) < 1e-6
+
+
+def bytes_body(context: Context, count: int | None) -> tuple[dict[str, int], int]:
+    """What a step of one backward sends, and the bytes that its gradients take before it."""
+    model = Sometimes()
+    config = zero.Config(stage=1, precision="bf16", timeout=20, gradient_accumulation_steps=count)
+    engine = zero.initialize(model, adamw(model), config)
+    for step in range(2):
+        engine.traffic.clear()
+        loss = model(tokens(step, context.rank, model), features(step, context.rank, model), 1)
+        loss.backward() if count is None else engine.backward(loss)
+        held = sum(each.slice_bytes for each in engine._reducer.all)
+        engine.step()
+    return dict(engine.traffic.bytes), held
+
+
+def test_one_backward_sends_and_keeps_what_it_computes_in(cluster: Clusters) -> None:
+    counted, plain = (cluster(2).run(bytes_body, count=count) for count in (1, None))
+    assert plain == counted
