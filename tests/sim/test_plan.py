@@ -160,7 +160,7 @@ def only_some(params: Any, lr: float) -> torch.optim.Optimizer:
 WHOLE = (Stranger, beside_a_kernel)
 FP32, BESIDE = "fp32 on the host", "whole parameters beside a kernel, on the host"
 TIED_AWAY, BIASED_AWAY = "tied, gradients on the host", "tied beside a bias, gradients on the host"
-NARROW = "open, sent narrow"
+NARROW = "whole gradients kept, sent narrow"
 TWO_WAYS = (FP32, BESIDE, TIED_AWAY, BIASED_AWAY, NARROW)
 AWAY: dict[str, Any] = {"offload": {"optimizer": "host", "gradients": "host"}}
 NESTED: dict[str, Any] = {"precision": "bf16", "units": ("Outer", "Block")}
@@ -213,40 +213,26 @@ CASES: dict[str, tuple[dict[str, Any], Any, torch.dtype | None]] = {
         torch.optim.AdamW,
         None,
     ),
-    "open, stage 1": (
-        {"stage": 1, "precision": "bf16", "gradient_accumulation_steps": None},
+    "stage 1, one counted": (
+        {"stage": 1, "precision": "bf16", "gradient_accumulation_steps": 1},
         torch.optim.AdamW,
         None,
     ),
-    "open, stage 0": (
-        {"stage": 0, "accumulate": "local", "gradient_accumulation_steps": None},
+    "stage 0, whole gradients kept": ({"stage": 0, "accumulate": "local"}, torch.optim.AdamW, None),
+    "tied, whole gradients kept": ({"accumulate": "local"}, torch.optim.AdamW, None),
+    NARROW: ({"accumulate": "local", "reduce_dtype": "bf16"}, torch.optim.AdamW, None),
+    "whole gradients kept, slices on the host": (
+        {**AWAY, "accumulate": "local", "precision": "bf16"},
         torch.optim.AdamW,
         None,
     ),
-    "open, stage 2": ({"stage": 2, "gradient_accumulation_steps": None}, torch.optim.AdamW, None),
-    "open, bf16": ({"precision": "bf16", "gradient_accumulation_steps": None}, torch.optim.AdamW, None),
-    "tied, open, kept": (
-        {"accumulate": "local", "gradient_accumulation_steps": None},
+    "copies, sent narrow": (
+        {"stage": 2, "reduce_dtype": "bf16", "shard_ranks": 2},
         torch.optim.AdamW,
         None,
     ),
-    NARROW: (
-        {"accumulate": "local", "reduce_dtype": "bf16", "gradient_accumulation_steps": None},
-        torch.optim.AdamW,
-        None,
-    ),
-    "open, gradients on the host": (
-        {**AWAY, "accumulate": "local", "precision": "bf16", "gradient_accumulation_steps": None},
-        torch.optim.AdamW,
-        None,
-    ),
-    "copies, open": (
-        {"precision": "bf16", "shard_ranks": 2, "gradient_accumulation_steps": None},
-        torch.optim.AdamW,
-        None,
-    ),
-    "copies, open, sent narrow": (
-        {"stage": 2, "reduce_dtype": "bf16", "shard_ranks": 2, "gradient_accumulation_steps": None},
+    "copies, one counted": (
+        {"precision": "bf16", "shard_ranks": 2, "gradient_accumulation_steps": 1},
         torch.optim.AdamW,
         None,
     ),

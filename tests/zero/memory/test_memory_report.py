@@ -102,21 +102,35 @@ def check_bytes(found: dict[str, Any], report: MemoryReport) -> None:
     assert all(use.temporary >= 0 for use in report.uses())
 
 
-def micro_body(context: Context) -> tuple[bool, list[int]]:
+def micro_body(context: Context, settings: dict[str, Any]) -> tuple[bool, list[int]]:
     """Activations are back to what the caller holds behind each micro-batch."""
-    engine = engine_of(gradient_accumulation_steps=2)
-    for part in range(2):
-        one_step(engine, part)
-    engine.trace_memory()
-    for part in range(2):
-        one_step(engine, part)
+    engine = engine_of(**settings)
+    for step in range(2):
+        for part in range(2):
+            x = torch.ones(BATCH, WIDTH, device=engine.device)
+            engine.backward(engine(x).float().square().mean())
+            if part == 1:
+                engine.step()
+        if step == 0:
+            engine.trace_memory()
     samples = engine.memory_report().samples
     ends = [a for a, b in itertools.pairwise(samples) if a.phase == "backward" != b.phase]
     return context.accelerator.capabilities.counts_every_byte, [s.activations for s in ends]
 
 
-def test_activations_end_with_their_backward(cluster: Clusters) -> None:
-    for exact, left in cluster(2).run(micro_body):
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"gradient_accumulation_steps": 2},
+        {"stage": 1},
+        {"stage": 0, "accumulate": "local"},
+        {"accumulate": "local", "reduce_dtype": "fp16"},
+        {"shard_ranks": 2},
+    ],
+)
+def test_activations_end_with_their_backward(cluster: Clusters, settings: dict[str, Any]) -> None:
+    """Whatever gradients keep for further ones is counted as gradients."""
+    for exact, left in cluster(4 if "shard_ranks" in settings else 2).run(micro_body, settings=settings):
         assert len(left) == 2
         assert left == [NUMBER, NUMBER] or not exact
 
