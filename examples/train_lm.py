@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc-per-node 2 examples/train_lm.py
 
-What zero asks of a training script is marked [zero 1] to [zero 3]; the rest is plain PyTorch. The global
+What zero asks of a training script is one line, `zero.initialize`; the loop is plain PyTorch. The global
 batch of a step depends on the seed and the step only, and every rank takes its share of it: the losses are
 the same on any number of ranks and at any stage, up to the rounding of sums.
 """
@@ -46,19 +46,13 @@ class Run:
         if settings.offload == "disk":
             settings.swap.mkdir(parents=True, exist_ok=True)
         self.corpus = load_corpus(settings.shape.context, settings.max_bytes)
-        config = zero.Config(
-            stage=settings.stage,
-            precision=settings.precision,
-            gradient_accumulation_steps=settings.accumulate,
-            clip_norm=settings.clip or None,
-            offload=settings.tiers,
-        )
+        config = zero.Config(stage=settings.stage, precision=settings.precision, offload=settings.tiers)
         torch.manual_seed(settings.seed)
         with zero.init(config):  # no rank ever holds the whole model
             self.model = LanguageModel(settings.shape)
-        optimizer = torch.optim.AdamW(parameter_groups(self.model), lr=settings.lr, betas=(0.9, 0.95))
-        self.scheduler = LambdaLR(optimizer, lambda step: learning_rate(step, settings.steps))
-        self.engine = zero.initialize(self.model, optimizer, config)  # [zero 1]
+        self.optimizer = torch.optim.AdamW(parameter_groups(self.model), lr=settings.lr, betas=(0.9, 0.95))
+        self.scheduler = LambdaLR(self.optimizer, lambda step: learning_rate(step, settings.steps))
+        self.engine = zero.initialize(self.model, self.optimizer, config)  # the one line
         self.ranks = Ranks()
         self.start = self.restore() if settings.resume else 0
         settings.check_report(self.start)
@@ -93,12 +87,15 @@ class Run:
         batch = training_rows(self.corpus.train, settings.shape.context, settings.batch, settings.seed, step)
         total = torch.zeros((), device=engine.device)
         for rows in shares(batch, settings.accumulate, engine.rank, engine.world_size):
-            loss = self.loss(rows)
-            engine.backward(loss)  # [zero 2] instead of loss.backward()
-            engine.step()  # [zero 3] instead of optimizer.step(): acts on the last micro-batch
-            total += loss.detach() / settings.accumulate
+            loss = self.loss(rows) / settings.accumulate
+            loss.backward()
+            total += loss.detach()
+        if settings.clip:
+            engine.clip_grad_norm_(settings.clip)  # or torch.nn.utils.clip_grad_norm_(parameters, clip)
+        self.optimizer.step()
         rate = float(self.scheduler.get_last_lr()[0])
         self.scheduler.step()
+        self.optimizer.zero_grad()
         mean = self.ranks.mean(total)  # waits for the device: a real run would do this less often
         speed = settings.batch * settings.shape.context / (time.perf_counter() - began)
         self.report.step(step, mean, rate, speed, self.ranks.memory())
@@ -116,7 +113,7 @@ class Run:
     def loss(self, rows: Tensor) -> Tensor:
         """Mean loss in nats per byte of `rows` [rows, context + 1]."""
         rows = rows.to(self.engine.device)
-        return self.engine(rows[:, :-1], rows[:, 1:])
+        return self.model(rows[:, :-1], rows[:, 1:])
 
     @torch.no_grad()
     def validate(self) -> float:
