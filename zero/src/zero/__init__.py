@@ -2,9 +2,12 @@
 
 engine = zero.initialize(model, optimizer, zero.Config(stage=3, precision="bf16"))
 for batch in loader:
-    loss = engine(batch).loss
-    engine.backward(loss)
-    engine.step()
+    loss = model(**batch).loss
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    scheduler.step()
+    optimizer.zero_grad()
 
 Importing this package does not import torch; the first name that needs torch does. So tools that only move
 bytes of checkpoints start at once.
