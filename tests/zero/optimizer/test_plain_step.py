@@ -293,6 +293,33 @@ def test_who_has_the_optimizer_drives_the_engine(cluster: Clusters) -> None:
     cluster(2).run(face_body)
 
 
+class Imitation:
+    """A wrapper that makes itself one of the optimizer's class, and has nothing of it, as Lightning's do."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.inner = optimizer
+        self.__class__ = type("Imitation", (Imitation, type(optimizer)), {})
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+def imitated_body(context: Context) -> None:
+    model = fresh()
+    optimizer = adamw(model)
+    engine = zero.initialize(model, optimizer, zero.Config(timeout=20))
+    imitation: Any = Imitation(optimizer)
+    language_loss(model, 0, context.rank).backward()
+    imitation.step()
+    imitation.zero_grad()
+    assert engine.steps == 1
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_wrapper_of_the_optimizers_class_drives_the_engine(cluster: Clusters) -> None:
+    cluster(2).run(imitated_body)
+
+
 def counted_body(context: Context) -> None:
     model = fresh()
     optimizer = adamw(model)

@@ -42,7 +42,7 @@ def take_over(optimizer: Optimizer, driver: Driver) -> None:
     replaced = own.pop("step", None)  # by a scheduler, to see that it was called, or by the program
     if replaced is not None and not hasattr(replaced, "_wrapped_by_lr_sched"):
         own[_REPLACED] = replaced
-    own[_DRIVER] = weakref.ref(driver)
+    own[_DRIVER] = weakref.ref(driver), weakref.ref(optimizer)
     own["_step_supports_amp_scaling"] = False  # of torch's fused kernels, which do not step
     optimizer.__class__ = _driven(type(optimizer))  # type: ignore[arg-type]  # a class is hashable
     optimizer.register_state_dict_pre_hook(_refuse_to_save, prepend=True)
@@ -63,15 +63,16 @@ def _driven(kind: type[Optimizer]) -> type[Optimizer]:
     """The class of optimizers of this kind that drive an engine."""
 
     def step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-        driver, loss = _driver_of(self), None
+        (driver, optimizer), loss = _driver_of(self), None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        driver.step_of(self)
+        driver.step_of(optimizer)
         return loss
 
     def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
-        _driver_of(self).zero_grad_of(self, set_to_none)
+        driver, optimizer = _driver_of(self)
+        driver.zero_grad_of(optimizer, set_to_none)
 
     for name in ("hooked", "_wrapped_by_lr_sched"):  # by the driver, which runs hooks and notes the call
         setattr(step, name, True)
@@ -80,13 +81,15 @@ def _driven(kind: type[Optimizer]) -> type[Optimizer]:
     return types.new_class(kind.__name__, (kind,), exec_body=lambda body: body.update(own))
 
 
-def _driver_of(optimizer: Optimizer) -> Driver:
-    driver: Driver | None = vars(optimizer)[_DRIVER]()
-    if driver is None:
+def _driver_of(optimizer: Optimizer) -> tuple[Driver, Optimizer]:
+    """The driver and the optimizer that it knows: `optimizer` may be a wrapper that has made itself one of
+    its class and looks up the rest in it, as Lightning's do."""
+    driver, known = (each() for each in getattr(optimizer, _DRIVER))
+    if driver is None or known is None:
         raise UsageError(
             "the engine that this optimizer belongs to no longer exists: keep what zero.initialize returns"
         )
-    return driver
+    return driver, known
 
 
 def _refuse_to_save(optimizer: Optimizer) -> None:
