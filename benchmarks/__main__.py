@@ -24,6 +24,7 @@ from benchmarks import (
     consolidate,
     host_peers,
     kernels,
+    loop_peers,
     machine,
     offload,
     offload_peers,
@@ -387,7 +388,7 @@ def _write(context: dict[str, Any], results: Sequence[Result], outputs: Outputs)
 
 def _peers(names: str) -> tuple[str, ...]:
     chosen = tuple(dict.fromkeys(name.strip() for name in names.split(",") if name.strip()))
-    known = (*peers.PEERS, *offload_peers.PEERS, *host_peers.PEERS)
+    known = (*peers.PEERS, *loop_peers.PEERS, *offload_peers.PEERS, *host_peers.PEERS)
     unknown = [name for name in chosen if name not in known]
     if unknown or not chosen:
         raise typer.BadParameter(f"unknown: {', '.join(unknown)}; the peers are {', '.join(known)}")

@@ -121,7 +121,7 @@ class ZeroPeer(Peer):
 
     def __init__(self, model: Decoder, setting: Setting, **config: Any) -> None:
         config = {"precision": setting.precision, "timeout": setting.timeout, **config}
-        self._engine = zero.initialize(model, _optimizers(model, setting), zero.Config(**config))
+        self._engine = zero.initialize(model, optimizers_of(model, setting), zero.Config(**config))
         self._engine.traffic.clear()
 
     def step(self, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -183,7 +183,7 @@ def build_fsdp2(
     for block in model.blocks:
         fully_shard(block, **options)
     fully_shard(model, **options)
-    return TorchPeer(model, _optimizers(model, setting))
+    return TorchPeer(model, optimizers_of(model, setting))
 
 
 PEERS: dict[str, Callable[[Decoder, Setting], Peer]] = {
@@ -232,7 +232,7 @@ def _move(model: nn.Module) -> torch.device:
     return device
 
 
-def _optimizers(model: nn.Module, setting: Setting) -> list[torch.optim.Optimizer]:
+def optimizers_of(model: nn.Module, setting: Setting) -> list[torch.optim.Optimizer]:
     return _of_parameters(model.named_parameters(), setting)
 
 
@@ -246,7 +246,7 @@ def _of_parameters(named: Named, setting: Setting) -> list[torch.optim.Optimizer
 
 
 def _torch_optimizers(model: nn.Module, setting: Setting) -> Sequence[torch.optim.Optimizer | Masters]:
-    return [Masters(model, setting)] if setting.precision == "bf16" else _optimizers(model, setting)
+    return [Masters(model, setting)] if setting.precision == "bf16" else optimizers_of(model, setting)
 
 
 def _deepspeed_config(setting: Setting) -> dict[str, Any]:

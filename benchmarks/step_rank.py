@@ -14,7 +14,7 @@ from torch import Tensor
 
 import accelz
 from accelz import Accelerator
-from benchmarks import compiled_peers, host_peers, model, offload_peers, peers
+from benchmarks import compiled_peers, host_peers, loop_peers, model, offload_peers, peers
 
 POOL = 4  # batches that a rank trains on in turn, few enough for a working peer's loss to fall
 
@@ -56,7 +56,8 @@ class StepRank:
         accelerator = self._accelerator = self._bound()
         batches = model.make_batches(self._size, self._setting.batch, self._length, rank, POOL)
         self._batches = [(x.to(accelerator.device), y.to(accelerator.device)) for x, y in batches]
-        every = peers.PEERS | offload_peers.PEERS | compiled_peers.PEERS | host_peers.PEERS
+        zeros = loop_peers.PEERS | offload_peers.PEERS | compiled_peers.PEERS
+        every = peers.PEERS | zeros | host_peers.PEERS
         make = every[self._name]
         with accelerator.device:  # on a host, random numbers for a large model take half a minute
             network = model.build(self._size, self._length)
