@@ -42,7 +42,7 @@ test quick: export PYTHONDONTWRITEBYTECODE =  # hundreds of processes import the
 test: setup sim  ## everything on the CPU, then the engine's tests once more on the simulated accelerator
 ifeq ($(ROOM),)
 	$(PYTEST) $(ARGS)
-	$(PYTEST) tests/zero --device sim $(ARGS)
+	$(PYTEST) tests/zero --device sim --loop plain $(ARGS)
 else  ## with ROOM=gradients: one room of zero, or one folder of tests, on the CPU
 	$(PYTEST) $(or $(wildcard tests/zero/$(ROOM) tests/$(ROOM)),$(error there is no tests/zero/$(ROOM) and no tests/$(ROOM))) $(ARGS)
 endif

@@ -22,6 +22,9 @@ QUICK_SECONDS = 2.0
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", help="the accelz backend that the tests run on")
     parser.addoption(
+        "--loop", default="engine", choices=("engine", "plain"), help="the loop that most tests train in"
+    )
+    parser.addoption(
         "--quick", action="store_true", help="what one process tests at once, and tests marked quick"
     )
     parser.addoption("--max-ranks", type=int, default=8, help="skip distributed tests with more ranks")
@@ -31,6 +34,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    os.environ["ZERO_TEST_LOOP"] = config.getoption("--loop")  # for tests.zero.helpers.loops
     preload(*BODIES_IMPORT)
     if config.getoption("--quick"):
         for name in BODIES_IMPORT:  # now: no single test takes the time

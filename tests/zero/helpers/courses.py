@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import zero
 from accelz.conformance.cluster import Context
+from tests.zero.helpers.loops import Training
 from tests.zero.helpers.models import fresh, language_loss
 from tests.zero.helpers.training import Loss, adamw
 
@@ -52,17 +53,15 @@ def course(
 ) -> Course:
     """Train. raises: in which backward, and what."""
     tiers = zero.Offload(**offload)
-    engine = zero.initialize(
-        net := model(), optimizer(net), zero.Config(offload=tiers, timeout=20, **settings)
-    )
-    run = Course()
+    training = Training(net := model(), optimizer(net), zero.Config(offload=tiers, timeout=20, **settings))
+    engine, run = training.engine, Course()
     for step in range(STEPS):
         value = loss(net, step, context.rank)
         with survived(raises[1] if raises and raises[0] == step else None):
-            engine.backward(value)
+            training.backward(value)
             if between is not None:
                 between(engine, step)
-            engine.step()
+            training.step()
         if after is not None:
             after(engine, step)
         run.losses.append(value.item())

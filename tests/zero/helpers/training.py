@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 import zero
 from accelz.conformance.cluster import Context
+from tests.zero.helpers.loops import Training
 from zero.tiers import apart
 
 Loss = Callable[[nn.Module, int, int], Tensor]  # (model, step, rank) -> loss of that rank's micro-batch
@@ -89,12 +90,12 @@ def train_zero(
     process_group: Any = None,
 ) -> Run:
     """Train `model` (which is used up) for `steps` micro-batches."""
-    engine = zero.initialize(model, optimizer(model), config, process_group)
-    run = Run()
+    training = Training(model, optimizer(model), config, process_group)
+    engine, run = training.engine, Run()
     for step in range(steps):
         value = loss(model, step, engine.rank)
-        engine.backward(value)
-        if engine.step() and (config.clip_norm or config.loss_scale):
+        training.backward(value)
+        if training.step() and (config.clip_norm or config.loss_scale):
             run.norms.append(float(engine.grad_norm))
         run.losses.append(value.item())
     run.state = engine.state_dict()

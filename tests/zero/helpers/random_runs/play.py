@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import zero
 from accelz.conformance.cluster import Context
+from tests.zero.helpers.loops import Training
 from tests.zero.helpers.random_runs.drawn import Drawn, optimizer_of
 from tests.zero.helpers.random_runs.mosaic import Part, batch
 from tests.zero.helpers.random_runs.plain import Plain
@@ -47,7 +48,8 @@ class Play:
         config = self.drawn.config(settings)
         with zero.init(config) if self.rng.random() < 0.3 else nullcontext():
             self.model = self.drawn.model(seed)
-        self.engine = zero.initialize(self.model, optimizer_of(self.drawn.optimizer, self.model), config)
+        self.training = Training(self.model, optimizer_of(self.drawn.optimizer, self.model), config)
+        self.engine = self.training.engine
         if load is not None:
             self.engine.load_checkpoint(load)
 
@@ -77,13 +79,13 @@ class Play:
 
     def micro_batch(self, step: int, stepping: bool = True) -> None:
         value = self.loss(step)
-        self.engine.backward(value)
+        self.training.backward(value)
         expected = self.plain.backward(step)
         self.worse("loss", value.item(), expected[self.context.rank], scale=3.0)
         if not stepping:
             return
         norm = self.plain.step()
-        if self.engine.step() and norm is not None:
+        if self.training.step() and norm is not None:
             assert self.engine.grad_norm is not None
             self.worse("norm", float(self.engine.grad_norm), norm)
 
@@ -135,7 +137,7 @@ class Play:
             for parameter in self.model.parameters():
                 parameter.add_(1.0)
         if self.rng.random() < 0.5:
-            self.engine.backward(self.loss(step))
+            self.training.backward(self.loss(step))
         self.engine.load_checkpoint(path)
 
     def do_write(self, step: int) -> None:
@@ -196,7 +198,7 @@ class Play:
             module.register_full_backward_hook(_raise) if backward else module.register_forward_hook(_raise)
         )
         try:
-            self.engine.backward(self.loss(step))
+            self.training.backward(self.loss(step))
         except Planned:
             pass
         finally:
@@ -224,7 +226,7 @@ class Play:
         self.engine.zero_grad()
 
     def do_drop(self, step: int) -> None:
-        self.engine.backward(self.loss(step))
+        self.training.backward(self.loss(step))
         self.engine.zero_grad()
 
     def do_look(self, step: int) -> None:
@@ -240,12 +242,12 @@ class Play:
         """Of which one backward goes through both, with the batch of a later step as the second."""
         for _ in range(self.drawn.accumulation):
             value = self.loss(step) + 0.5 * self.loss(step + 7)
-            self.engine.backward(value)
+            self.training.backward(value)
             self.plain.backward_of(
                 lambda rank: self.plain.loss(step, rank) + 0.5 * self.plain.loss(step + 7, rank)
             )
         self.plain.step()
-        self.engine.step()
+        self.training.step()
 
     def do_thrown_away(self, step: int) -> None:
         self.loss(step)
@@ -264,10 +266,10 @@ class Play:
             return (value[0] if isinstance(value, tuple) else value).float().square().mean()
 
         for _ in range(self.drawn.accumulation):
-            self.engine.backward(of(parts[0], step))
+            self.training.backward(of(parts[0], step))
             self.plain.backward_of(lambda rank: of(parts[1], step))
         self.plain.step()
-        self.engine.step()
+        self.training.step()
 
     def do_trace(self, step: int) -> None:
         self.engine.trace_memory()
