@@ -1,0 +1,31 @@
+"""Programs that use zero.integrations are started as any other: by torchrun and by `accelerate launch`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from accelz.conformance.cluster import Clusters
+from tests.frameworks import accelerate_loops as loops
+
+PROGRAM = Path(__file__).with_name("launched.py")
+LAUNCHERS = {
+    "torchrun": ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
+    "accelerate": ["accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"],
+}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_launched_program_trains(cluster: Clusters, tmp_path: Path, launcher: str) -> None:
+    out = tmp_path / "log.json"
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", *LAUNCHERS[launcher], str(PROGRAM), str(out)]
+    subprocess.run(command, env=environment, cwd=tmp_path, check=True, timeout=120)
+    wanted = cluster(2).run(loops.trained, stage=3, clip_norm=0.5, epochs=2)[0]["log"]
+    for key, values in json.loads(out.read_text()).items():
+        assert values == pytest.approx(wanted[key], rel=1e-6), key

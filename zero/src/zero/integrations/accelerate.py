@@ -1,0 +1,239 @@
+"""Hugging Face Accelerate: its `Accelerator`, which shards what it prepares.
+
+    accelerator = Accelerator(zero_config=zero.Config(stage=3))
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+
+Needs `pip install accelz-zero[accelerate]`. Where DistributedDataParallel would be, there is an engine; what
+this class does not override is as in Accelerate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import accelerate
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import accelz
+from zero.config.training import Config
+from zero.engine import Engine
+from zero.errors import ConfigError, UsageError, some
+from zero.setup.initialization import initialize
+
+PRIVATE = ("_optimizers", "_schedulers")
+"""Attributes of Accelerate's Accelerator that are used here and are no public names."""
+
+_ENGINE = "_zero_engine"  # an attribute of models and optimizers: an engine lives as long as they do
+_OTHERS = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA")
+
+
+class Accelerator(accelerate.Accelerator):
+    """`accelerate.Accelerator`, whose `prepare` makes an engine of each model and its optimizers.
+
+    zero_config: the engines' settings; `zero.Config()` where it is left out. Precision is Accelerate's:
+    mixed_precision="bf16" is autocast over parameters in their own dtype. So is accumulation.
+
+    Raises ConfigError where Accelerate is to use another engine or another device, and where the settings
+    count micro-batches.
+    """
+
+    _optimizers: list[Any]
+
+    def __init__(self, *args: Any, zero_config: Config | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._begin(zero_config)
+
+    @classmethod
+    def adopt(cls, accelerator: accelerate.Accelerator, zero_config: Config | None) -> None:
+        """Make an accelerator that has prepared nothing yet one of this class."""
+        accelerator.__class__ = cls
+        accelerator._begin(zero_config)
+
+    def _begin(self, zero_config: Config | None) -> None:
+        self.zero_config = zero_config or Config()
+        self._waiting: list[nn.Module | Optimizer] = []
+        self._options: dict[str, Any] | None = None  # of a save or load that is under way
+        self._check()
+        self.register_save_state_pre_hook(self._save_engines)
+        self.register_load_state_pre_hook(self._load_engines)
+
+    def _check(self) -> None:
+        if self.zero_config.gradient_accumulation_steps is not None:
+            raise ConfigError(
+                "Accelerate counts micro-batches itself: leave gradient_accumulation_steps out of "
+                "zero.Config, and give it to the Accelerator or to TrainingArguments"
+            )
+        if self.distributed_type.name in _OTHERS:
+            raise ConfigError(
+                f"Accelerate is set up for {self.distributed_type.name}, which excludes zero: leave out its "
+                "plugin, also in the file of `accelerate config` and in ACCELERATE_USE_... of the environment"
+            )
+        device = accelz.current().device
+        if self.device.type != device.type:
+            raise ConfigError(
+                f"Accelerate uses {self.device}, but accelz {device}: choose the same device by "
+                "ACCELERATE_TORCH_DEVICE or cpu=True, and by ACCELZ_DEVICE"
+            )
+
+    def engine_of(self, prepared: nn.Module | Optimizer) -> Engine | None:
+        """Return the engine that a model or optimizer is part of, as prepared or not; None without one."""
+        engine: Engine | None = vars(self._plain(prepared)).get(_ENGINE)
+        return engine
+
+    def _plain(self, prepared: Any) -> Any:
+        """A model or optimizer without what Accelerate and torch.compile put around it."""
+        while isinstance(prepared, AcceleratedOptimizer):
+            prepared = prepared.optimizer
+        if isinstance(prepared, nn.Module):
+            return self.unwrap_model(prepared, keep_torch_compile=False)
+        return prepared
+
+    # -- prepare ---------------------------------------------------------------------------------------
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """As in Accelerate. A model is sharded once it and its optimizers have been given, in one call in any
+        order, or in several."""
+        self._shard(args)
+        return super().prepare(*args, device_placement=device_placement)
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> Any:
+        """As in Accelerate with evaluation_mode=True: autocast and compilation only."""
+        placement = device_placement if self.engine_of(model) is None else False
+        return super().prepare_model(model, device_placement=placement, evaluation_mode=True)
+
+    def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Any:
+        """As in Accelerate; the engine places its state."""
+        return super().prepare_optimizer(optimizer, device_placement=False)
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """As in Accelerate, where it steps once for each process; but not without a prepared model."""
+        prepared = super().prepare_scheduler(scheduler)
+        self._link_schedulers()
+        return prepared
+
+    def _shard(self, given: Sequence[Any]) -> None:
+        """Make engines of the models whose optimizers are there, among these and those of earlier calls."""
+        new = [self._plain(each) for each in given if isinstance(each, nn.Module | Optimizer)]
+        self._waiting += [each for each in new if self.engine_of(each) is None and each not in self._waiting]
+        for model in [each for each in self._waiting if isinstance(each, nn.Module)]:
+            own = set(model.parameters())
+            optimizers = [o for o in self._waiting if isinstance(o, Optimizer) and _parameters(o) <= own]
+            if optimizers:
+                alone = optimizers[0] if len(optimizers) == 1 else optimizers
+                engine = initialize(model, alone, self.zero_config)
+                done: list[nn.Module | Optimizer] = [model, *optimizers]
+                for each in done:
+                    setattr(each, _ENGINE, engine)
+                    self._waiting.remove(each)
+        for prepared in self._optimizers:
+            prepared.__setstate__(
+                {}
+            )  # with a GradScaler, it keeps the optimizer's step from before the engine
+        self._link_schedulers()
+
+    def _link_schedulers(self) -> None:
+        for each in self._schedulers:
+            optimizer = getattr(each.scheduler, "optimizer", None)
+            linked = optimizer is None or self.engine_of(optimizer) is not None
+            each.step_with_optimizer = self.step_scheduler_with_optimizer and linked
+
+    # -- training --------------------------------------------------------------------------------------
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """As in Accelerate. Raises UsageError while a model waits for its optimizer, or the other way round:
+        its gradients would be those of one rank."""
+        waiting = [each for each in self._waiting if isinstance(each, Optimizer) or _is_trained(each)]
+        if waiting:
+            names = some([type(each).__name__ for each in waiting])
+            raise UsageError(
+                f"backward() was called with a model or optimizer that is not sharded: {names}. Give a model "
+                "and all optimizers of its parameters, each of one model, to accelerator.prepare()"
+            )
+        super().backward(loss, **kwargs)
+
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """As in Accelerate."""
+        engine = self.engine_of(model)
+        with super().no_sync(model) if engine is None else engine.no_sync():
+            yield
+
+    @contextmanager
+    def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Iterator[None]:
+        """Raise UsageError if ranks are to make different numbers of passes, which engines make together."""
+        if not (self.even_batches if even_batches is None else even_batches):
+            raise UsageError(
+                "join_uneven_inputs() with even_batches=False: the ranks of an engine make every pass "
+                "together. Leave even_batches=True, or end each epoch on all ranks with the shortest loader"
+            )
+        yield
+
+    # -- whole values (collective) ---------------------------------------------------------------------
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """Return the whole model on rank 0, and {} on other ranks. Collective, as are `save_model`,
+        `save_state` and `load_state`."""
+        engine = self.engine_of(model)
+        if engine is None:
+            state: dict[str, Any] = super().get_state_dict(model, unwrap)
+            return state
+        return {} if self._options is not None else engine.state_dict()
+
+    def save_state(
+        self, output_dir: str | None = None, safe_serialization: bool = True, **options: Any
+    ) -> Any:
+        """As in Accelerate, with a checkpoint of each engine in place of models' and optimizers' files.
+
+        options: for `Engine.save_checkpoint`, such as trainable_only.
+        """
+        with self._apart(options):
+            return super().save_state(output_dir, safe_serialization)
+
+    def load_state(
+        self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **options: Any
+    ) -> None:
+        """Load what `save_state` has saved, at any number of ranks. options: for `Engine.load_checkpoint`."""
+        with self._apart(options):
+            super().load_state(input_dir, load_kwargs)
+
+    @contextmanager
+    def _apart(self, options: dict[str, Any]) -> Iterator[None]:
+        """Keep optimizers of engines from being saved or loaded by themselves."""
+        every = list(self._optimizers)
+        self._options = options
+        self._optimizers = [each for each in every if self.engine_of(each) is None]
+        try:
+            yield
+        finally:
+            self._options, self._optimizers = None, every
+
+    def _save_engines(self, models: list[nn.Module], weights: list[Any], output_dir: str) -> None:
+        options, self._options = self._options or {}, None  # hooks that follow may ask for whole values
+        for name, engine in self._engines(models):
+            engine.save_checkpoint(Path(output_dir) / name, **options)
+        kept = [w for w, model in zip(weights, models, strict=True) if self.engine_of(model) is None]
+        weights[:] = kept
+
+    def _load_engines(self, models: list[nn.Module], input_dir: str) -> None:
+        for name, engine in self._engines(models):
+            engine.load_checkpoint(Path(input_dir) / name, **(self._options or {}))
+        models[:] = [model for model in models if self.engine_of(model) is None]
+
+    def _engines(self, models: Sequence[nn.Module]) -> list[tuple[str, Engine]]:
+        found = [engine for model in models if (engine := self.engine_of(model)) is not None]
+        return [(f"zero_{i}", engine) for i, engine in enumerate(found)]
+
+
+def _parameters(optimizer: Optimizer) -> set[nn.Parameter]:
+    return {parameter for group in optimizer.param_groups for parameter in group["params"]}
+
+
+def _is_trained(model: nn.Module) -> bool:
+    return model.training and any(parameter.requires_grad for parameter in model.parameters())

@@ -1,0 +1,123 @@
+"""Hugging Face Trainer: `Trainer`, and `TrainerMixin` for its subclasses, such as TRL's.
+
+    class SFT(TrainerMixin, SFTTrainer): ...
+
+    trainer = SFT(model, args, train_dataset=rows, zero_config=zero.Config(stage=3))
+
+Needs `pip install accelz-zero[transformers]`. TrainingArguments mean what they mean with
+DistributedDataParallel; a checkpoint's folder has an engine's checkpoint in place of the optimizer's file.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import transformers
+from torch import nn
+
+from zero.config.training import Config
+from zero.engine import Engine
+from zero.errors import CheckpointError, ConfigError
+from zero.integrations.accelerate import Accelerator
+from zero.whole.gathered import gathered
+
+PRIVATE = (
+    "_load_best_model",
+    "_load_from_checkpoint",
+    "_load_optimizer_and_scheduler",
+    "_save",
+    "_save_optimizer_and_scheduler",
+)
+"""Methods of transformers' Trainer that are overridden here and are no public names."""
+
+_FOLDER = "zero"  # in a checkpoint's folder
+
+
+class TrainerMixin:
+    """Put before a Trainer among the base classes: it trains with an engine.
+
+    zero_config: the engine's settings; `zero.Config()` where it is left out. Raises ConfigError for
+    arguments that exclude an engine.
+    """
+
+    accelerator: Any
+    args: Any
+    lr_scheduler: Any
+    model: nn.Module
+    state: Any
+
+    def __init__(self, *args: Any, zero_config: Config | None = None, **kwargs: Any) -> None:
+        self.zero_config = zero_config
+        super().__init__(*args, **kwargs)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Make the accelerator one that shards."""
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]  # of the Trainer after this
+        Accelerator.adopt(self.accelerator, self.zero_config)
+        if self.args.save_on_each_node:
+            raise ConfigError(
+                "TrainingArguments(save_on_each_node=True): an engine has whole weights on rank 0 only, so "
+                "leave it out and save to a folder that all machines share"
+            )
+
+    @property
+    def engine(self) -> Engine | None:
+        """The model's engine; None before training."""
+        return Accelerator.engine_of(self.accelerator, self.model)
+
+    # -- saving (collective: Trainer calls these on every rank) ----------------------------------------
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        if state_dict is None and self.engine is not None:
+            state_dict = self.engine.state_dict(trainable_only=_has_adapter(self.model))
+        super()._save(output_dir, state_dict)  # type: ignore[misc]
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if self.engine is None:
+            super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+            return
+        self.engine.save_checkpoint(
+            Path(output_dir) / _FOLDER,
+            {"scheduler": self.lr_scheduler},
+            trainable_only=_has_adapter(self.model),
+        )
+
+    # -- loading ---------------------------------------------------------------------------------------
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if self.engine is None or checkpoint is None:
+            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+        elif (folder := Path(checkpoint) / _FOLDER).is_dir():
+            self.engine.load_checkpoint(folder, restore={"scheduler": self.lr_scheduler})
+        elif any(Path(checkpoint).glob("optimizer.*")):
+            raise CheckpointError(
+                f"{checkpoint} has an optimizer state that was saved without zero, which would be left out: "
+                "to begin with these weights alone, load them by from_pretrained and train without "
+                "resume_from_checkpoint"
+            )
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        with self._whole():
+            super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+
+    def _load_best_model(self) -> None:
+        folder = Path(self.state.best_model_checkpoint) / _FOLDER
+        if self.engine is not None and folder.is_dir():
+            self.engine.load_checkpoint(folder, weights_only=True)
+            return
+        with self._whole():
+            super()._load_best_model()  # type: ignore[misc]
+
+    def _whole(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self.engine is None else gathered(self.model)
+
+
+class Trainer(TrainerMixin, transformers.Trainer):
+    """`transformers.Trainer` with an engine, see `TrainerMixin`."""
+
+
+def _has_adapter(model: nn.Module) -> bool:
+    """Whether this is PEFT's model of an adapter, which is saved without its base."""
+    return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
