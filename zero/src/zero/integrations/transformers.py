@@ -111,7 +111,7 @@ class TrainerMixin:
             super()._load_best_model()  # type: ignore[misc]
 
     def _whole(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self.engine is None else gathered(self.model)
+        return nullcontext() if self.engine is None else gathered(self.model, write_rank=0)
 
 
 class Trainer(TrainerMixin, transformers.Trainer):

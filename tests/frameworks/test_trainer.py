@@ -1,0 +1,111 @@
+"""zero.integrations.transformers trains, evaluates, saves and resumes as Trainer does with DDP."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from accelz.conformance.cluster import Clusters
+from tests.frameworks import trainer_runs as runs
+from tests.frameworks.jobs import furthest
+from zero.integrations.transformers import PRIVATE
+
+WAYS: dict[str, dict[str, Any]] = {
+    "every_batch": {},
+    "windows": {"settings": {"gradient_accumulation_steps": 3, "eval_strategy": "epoch"}},
+    "checkpointing": {"settings": {"gradient_checkpointing": True, "label_smoothing_factor": 0.1}},
+    "bf16": {"settings": {"bf16": True, "max_grad_norm": 0.0, "learning_rate": 1e-3}},
+}
+
+
+def assert_same_log(found: Any, wanted: Any, within: float) -> None:
+    assert len(found) == len(wanted)
+    for mine, theirs in zip(found, wanted, strict=True):
+        assert mine == pytest.approx(theirs, rel=within, abs=within)
+
+
+@pytest.fixture(scope="module")
+def plain(cluster: Clusters, tmp_path_factory: Any) -> Any:
+    """What transformers' own Trainer does in each way."""
+    known: dict[str, Any] = {}
+
+    def run(way: str) -> Any:
+        if way not in known:
+            directory = str(tmp_path_factory.mktemp(way))
+            known[way] = cluster(2).run(runs.trained, stage=None, directory=directory, **WAYS[way])
+        return known[way]
+
+    return run
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("way", WAYS)
+def test_training_equals_that_of_distributed_data_parallel(
+    cluster: Clusters, plain: Any, tmp_path: Path, way: str, stage: int
+) -> None:
+    found = cluster(2).run(runs.trained, stage=stage, directory=str(tmp_path), **WAYS[way])
+    within = 1e-3 if way == "bf16" else 1e-6
+    for mine, theirs in zip(found, plain(way), strict=True):
+        assert_same_log(mine["log"], theirs["log"], within)
+    assert furthest(found[0]["weights"], plain(way)[0]["weights"]) < within
+
+
+def test_evaluation_before_training_changes_nothing(cluster: Clusters, plain: Any, tmp_path: Path) -> None:
+    """With the Trainer of transformers 5.24, ranks on CPUs train each alone afterwards."""
+    found = cluster(2).run(runs.trained, stage=3, directory=str(tmp_path), evaluate_first=True)
+    for mine, theirs in zip(found, plain("every_batch"), strict=True):
+        assert_same_log(mine["log"], theirs["log"], 1e-6)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_resumed_log_is_that_of_the_uninterrupted_run(
+    cluster: Clusters, tmp_path: Path, stage: int
+) -> None:
+    settings = {"gradient_accumulation_steps": 2, "save_strategy": "steps", "save_steps": 3}
+    arguments = {"stage": stage, "directory": str(tmp_path), "settings": settings}
+    for rank in cluster(2).run(runs.resumed, **arguments):
+        wanted, found = rank["uninterrupted"], rank["resumed"]
+        assert found["log"][:-1] == wanted["log"][:-1]
+        if wanted["weights"]:
+            assert furthest(found["weights"], wanted["weights"]) == 0
+
+
+@pytest.mark.parametrize("save_only_model", [False, True])
+def test_the_best_model_is_loaded_and_saved(cluster: Clusters, tmp_path: Path, save_only_model: bool) -> None:
+    settings = {
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "save_total_limit": 2,
+        "load_best_model_at_end": True,
+        "save_only_model": save_only_model,
+        "metric_for_best_model": "eval_loss",
+        "greater_is_better": True,  # so that the best one is not the last one
+    }
+    arguments = {"stage": 3, "settings": settings, "directory": str(tmp_path / "mine")}
+    found = cluster(2).run(runs.saved, **arguments)
+    wanted = cluster(2).run(runs.saved, **arguments | {"stage": None, "directory": str(tmp_path / "plain")})
+    assert furthest(found[0]["loaded"], found[0]["weights"]) == 0
+    assert furthest(found[0]["loaded"], wanted[0]["loaded"]) < 1e-5
+    assert Path(found[0]["best"]).name == Path(wanted[0]["best"]).name != "checkpoint-14"
+    assert found[0]["files"].keys() == wanted[0]["files"].keys()
+    for name, files in wanted[0]["files"].items():
+        replaced = {"optimizer.pt", "scheduler.pt"}
+        mine = set() if save_only_model else {"zero", "latest"}
+        assert set(found[0]["files"][name]) == (set(files) - replaced) | mine
+
+
+def test_one_trainer_trains_again(cluster: Clusters, tmp_path: Path) -> None:
+    found = cluster(2).run(runs.twice, stage=3, directory=str(tmp_path / "mine"))
+    wanted = cluster(2).run(runs.twice, stage=None, directory=str(tmp_path / "plain"))
+    assert_same_log(found[0]["log"], wanted[0]["log"], 1e-6)
+    assert furthest(found[0]["weights"], wanted[0]["weights"]) < 1e-6
+
+
+def test_private_names_of_transformers_are_there() -> None:
+    gone = [name for name in PRIVATE if not hasattr(transformers.Trainer, name)]
+    assert not gone, f"transformers {transformers.__version__} has no Trainer.{gone}: see where they are used"

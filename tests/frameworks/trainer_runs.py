@@ -1,0 +1,120 @@
+"""Bodies that train with transformers' Trainer, or with zero's."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import transformers
+from transformers import LlamaForCausalLM, TrainingArguments
+
+from accelz.conformance.cluster import Context
+from tests.frameworks.jobs import begin_job, language_model, on_host, token_rows
+from zero import Config
+from zero.integrations.transformers import Trainer
+
+TIMES = ("runtime", "samples_per_second", "steps_per_second", "total_flos", "preparation_time")
+
+
+def rows(number: int, seed: int = 1) -> list[dict[str, list[int]]]:
+    """What a tokenizer makes of `number` texts of one length."""
+    ids = token_rows(number, seed=seed).tolist()
+    return [{"input_ids": row, "attention_mask": [1] * len(row), "labels": row} for row in ids]
+
+
+def make_trainer(stage: int | None, directory: str, settings: dict[str, Any]) -> transformers.Trainer:
+    """stage: None for transformers' own, with DistributedDataParallel. 26 rows are 7 batches on two ranks."""
+    model = language_model()
+    arguments = TrainingArguments(
+        **{
+            "output_dir": directory,
+            "use_cpu": True,
+            "report_to": [],
+            "disable_tqdm": True,
+            "logging_steps": 1,
+            "learning_rate": 5e-3,
+            "per_device_train_batch_size": 2,
+            "per_device_eval_batch_size": 2,
+            "num_train_epochs": 2,
+            "max_grad_norm": 0.5,
+            "save_strategy": "no",
+            "seed": 5,
+        }
+        | settings
+    )
+    data = {"train_dataset": rows(26), "eval_dataset": rows(7, seed=2)}
+    if stage is None:
+        return transformers.Trainer(model, arguments, **data)
+    return Trainer(model, arguments, zero_config=Config(stage=stage, timeout=60.0), **data)
+
+
+def history(trainer: transformers.Trainer) -> list[dict[str, float]]:
+    """What was logged, without times."""
+    logged = trainer.state.log_history
+    return [{k: v for k, v in entry.items() if not k.endswith(TIMES)} for entry in logged]
+
+
+def weights(trainer: transformers.Trainer) -> dict[str, Any]:
+    """The whole model; {} on other ranks than 0, if it is sharded."""
+    return on_host(trainer.accelerator.get_state_dict(trainer.model))
+
+
+def trained(
+    context: Context,
+    stage: int | None,
+    directory: str,
+    settings: dict[str, Any] | None = None,
+    evaluate_first: bool = False,
+) -> dict[str, Any]:
+    begin_job(context)
+    trainer = make_trainer(stage, directory, settings or {})
+    if evaluate_first:
+        trainer.evaluate()
+    trainer.train()
+    trainer.evaluate()
+    predicted = trainer.predict(rows(5, seed=4))
+    return {
+        "log": history(trainer),
+        "weights": weights(trainer),
+        "predicted": predicted.predictions.tolist(),
+    }
+
+
+def resumed(context: Context, stage: int, directory: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """Train, then once more from the first checkpoint on."""
+    begin_job(context)
+    trainer = make_trainer(stage, directory, settings)
+    trainer.train()
+    first = {"log": history(trainer), "weights": weights(trainer)}
+    begin_job(context)
+    again = make_trainer(stage, directory, settings)
+    again.train(resume_from_checkpoint=str(sorted(Path(directory).glob("checkpoint-*"))[0]))
+    return {"uninterrupted": first, "resumed": {"log": history(again), "weights": weights(again)}}
+
+
+def saved(context: Context, stage: int | None, directory: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """Train with saves and save at the end, then load by from_pretrained."""
+    begin_job(context)
+    trainer = make_trainer(stage, directory, settings)
+    trainer.train()
+    trainer.save_model()
+    trainer.accelerator.wait_for_everyone()
+    loaded = LlamaForCausalLM.from_pretrained(directory)
+    checkpoints = sorted(Path(directory).glob("checkpoint-*"))
+    return {
+        "weights": weights(trainer),
+        "loaded": on_host(loaded.state_dict()),
+        "best": trainer.state.best_model_checkpoint,
+        "log": history(trainer),
+        "files": {each.name: sorted(os.listdir(each)) for each in checkpoints},
+    }
+
+
+def twice(context: Context, stage: int | None, directory: str) -> dict[str, Any]:
+    """Train twice with one Trainer, the second time from a checkpoint of the first."""
+    begin_job(context)
+    trainer = make_trainer(stage, directory, {"save_strategy": "epoch"})
+    trainer.train()
+    trainer.train(resume_from_checkpoint=True)
+    return {"log": history(trainer), "weights": weights(trainer)}
