@@ -50,7 +50,7 @@ def token_rows(rows: int, length: int = 12, seed: int = 1) -> torch.Tensor:
 
 def on_host(state: dict[str, torch.Tensor]) -> dict[str, Any]:
     """Tensors as arrays, which ranks can send back to the test."""
-    return {name: value.float().numpy() for name, value in state.items()}
+    return {name: value.detach().float().numpy() for name, value in state.items()}
 
 
 def furthest(found: dict[str, Any], wanted: dict[str, Any]) -> float:

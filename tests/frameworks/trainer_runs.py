@@ -23,9 +23,11 @@ def rows(number: int, seed: int = 1) -> list[dict[str, list[int]]]:
     return [{"input_ids": row, "attention_mask": [1] * len(row), "labels": row} for row in ids]
 
 
-def make_trainer(stage: int | None, directory: str, settings: dict[str, Any]) -> transformers.Trainer:
+def make_trainer(
+    stage: int | None, directory: str, settings: dict[str, Any], model: Any = None
+) -> transformers.Trainer:
     """stage: None for transformers' own, with DistributedDataParallel. 26 rows are 7 batches on two ranks."""
-    model = language_model()
+    model = model or language_model()
     arguments = TrainingArguments(
         **{
             "output_dir": directory,

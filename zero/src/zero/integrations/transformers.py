@@ -70,8 +70,12 @@ class TrainerMixin:
     # -- saving (collective: Trainer calls these on every rank) ----------------------------------------
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        if state_dict is None and self.engine is not None:
-            state_dict = self.engine.state_dict(trainable_only=_has_adapter(self.model))
+        if self.engine is not None and _has_adapter(self.model):
+            with gathered(_added(self.model)):  # PEFT asks the model itself, and reads no more than this
+                super()._save(output_dir, state_dict)  # type: ignore[misc]
+            return
+        if self.engine is not None and state_dict is None:
+            state_dict = self.engine.state_dict()
         super()._save(output_dir, state_dict)  # type: ignore[misc]
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
@@ -119,5 +123,17 @@ class Trainer(TrainerMixin, transformers.Trainer):
 
 
 def _has_adapter(model: nn.Module) -> bool:
-    """Whether this is PEFT's model of an adapter, which is saved without its base."""
+    """Whether this is a model of PEFT, which is saved without its base."""
     return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
+
+
+def _added(model: Any) -> list[nn.Parameter]:
+    """What PEFT reads to save: what is trained and all adapters, which its names tell. Prompts are computed
+    by calls of modules, which need all of their units."""
+    called = any(config.is_prompt_learning for config in model.peft_config.values())
+    adapters = [f".{name}." for name in model.peft_config]
+    return [
+        parameter
+        for name, parameter in model.named_parameters()
+        if called or parameter.requires_grad or any(adapter in f"{name}." for adapter in adapters)
+    ]

@@ -1,0 +1,34 @@
+"""Adapters of PEFT train, are saved and are resumed under zero.integrations as with DDP."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from accelz.conformance.cluster import Clusters
+from tests.frameworks import peft_runs as runs
+from tests.frameworks.jobs import furthest
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("kind", runs.ADAPTERS)
+def test_an_adapter_is_trained_and_saved(cluster: Clusters, tmp_path: Path, kind: str, stage: int) -> None:
+    found = cluster(2).run(runs.adapted, stage=stage, directory=str(tmp_path / "mine"), kind=kind)[0]
+    wanted = cluster(2).run(runs.adapted, stage=None, directory=str(tmp_path / "plain"), kind=kind)[0]
+    for mine, theirs in zip(found["log"], wanted["log"], strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-6, abs=1e-6)
+    assert furthest(found["saved"], wanted["saved"]) < 1e-6
+    assert furthest(found["loaded"], found["saved"]) == 0
+    assert found["files"] == wanted["files"]
+
+
+@pytest.mark.parametrize("kind", ["lora", "prompt"])
+def test_a_resumed_log_is_that_of_the_uninterrupted_run(cluster: Clusters, tmp_path: Path, kind: str) -> None:
+    for rank in cluster(2).run(runs.resumed, stage=3, directory=str(tmp_path), kind=kind):
+        assert rank["found"] == rank["wanted"]
+
+
+def test_an_adapter_that_is_not_trained_is_saved_too(cluster: Clusters, tmp_path: Path) -> None:
+    found = cluster(2).run(runs.beside_another, stage=3, directory=str(tmp_path))[0]
+    assert furthest(found["saved"], found["before"]) == 0

@@ -1,0 +1,88 @@
+"""Bodies that train with TRL."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import peft
+from datasets import Dataset
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import PreTrainedTokenizerFast
+from trl import SFTConfig, SFTTrainer
+
+from accelz.conformance.cluster import Context
+from tests.frameworks.jobs import VOCABULARY, begin_job, language_model, on_host, token_rows
+from tests.frameworks.trainer_runs import history, weights
+from zero import Config
+from zero.integrations.transformers import TrainerMixin
+
+
+class SFT(TrainerMixin, SFTTrainer):
+    """As in the guide."""
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """One token for each of the words w3, w4 and so on."""
+    special = {"<pad>": 0, "<eos>": 1, "<unk>": 2}
+    words = special | {f"w{number}": number for number in range(3, VOCABULARY)}
+    model = Tokenizer(WordLevel(words, unk_token="<unk>"))
+    model.pre_tokenizer = Whitespace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=model, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
+
+
+def texts(number: int) -> Dataset:
+    """Of unequal lengths."""
+    found = token_rows(number).tolist()
+    return Dataset.from_list(
+        [{"text": " ".join(f"w{token}" for token in row[: 4 + i % 7])} for i, row in enumerate(found)]
+    )
+
+
+def fine_tuned(
+    context: Context, stage: int | None, directory: str, settings: dict[str, Any], adapter: bool
+) -> dict[str, Any]:
+    begin_job(context)
+    arguments = SFTConfig(
+        **{
+            "output_dir": directory,
+            "use_cpu": True,
+            "bf16": False,
+            "report_to": [],
+            "disable_tqdm": True,
+            "logging_steps": 1,
+            "learning_rate": 5e-4,
+            "per_device_train_batch_size": 2,
+            "gradient_accumulation_steps": 2,
+            "num_train_epochs": 2,
+            "max_length": 16,
+            "save_strategy": "epoch",
+            "seed": 5,
+        }
+        | settings
+    )
+    parts: dict[str, Any] = {
+        "model": language_model(),
+        "args": arguments,
+        "train_dataset": texts(26),
+        "processing_class": tokenizer(),
+    }
+    if adapter:
+        parts["peft_config"] = peft.LoraConfig(
+            r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"
+        )
+    if stage is None:
+        trainer = SFTTrainer(**parts)
+    else:
+        trainer = SFT(**parts, zero_config=Config(stage=stage, timeout=60.0))
+    trainer.train()
+    trainer.save_model()
+    trainer.accelerator.wait_for_everyone()
+    file = "adapter_model.safetensors" if adapter else "model.safetensors"
+    saved = on_host(load_file(Path(directory) / file))
+    return {"log": history(trainer), "weights": weights(trainer), "saved": saved}
