@@ -187,6 +187,17 @@ def evaluated(context: Context, stage: int | None) -> dict[str, Any]:
     return {"rows": torch.cat(found).tolist()}
 
 
+def only_read(context: Context, stage: int | None) -> dict[str, Any]:
+    """Evaluate a model that has no optimizer, as a reference has none."""
+    begin_job(context)
+    accelerator, tokens = make_accelerator(stage), token_rows(4)
+    model = accelerator.prepare(language_model()).eval()
+    with torch.no_grad():
+        loss = model(input_ids=tokens, labels=tokens).loss.item()
+    sharded = stage is not None and accelerator.engine_of(model) is not None
+    return {"loss": loss, "sharded": sharded}
+
+
 def manual_windows(context: Context, stage: int | None) -> dict[str, Any]:
     """Two backwards for a step with no_sync, as in the guide for loops that do not use `accumulate`."""
     begin_job(context)
@@ -309,7 +320,7 @@ def refused(context: Context) -> dict[str, str]:
         prepare(accelerator, parts, (("optimizer", "loader"),))
         train(accelerator, parts)
 
-    def without_its_optimizer() -> None:
+    def without_preparing_the_optimizer() -> None:
         accelerator, parts = make_accelerator(3), make_parts()
         prepare(accelerator, parts, (("model", "loader"),))
         train(accelerator, parts)
@@ -331,7 +342,7 @@ def refused(context: Context) -> dict[str, str]:
     note("counted", lambda: Accelerator(cpu=True, zero_config=Config(gradient_accumulation_steps=2)))
     note("sharded", another_engine)
     note("without its model", without_its_model)
-    note("without its optimizer", without_its_optimizer)
+    note("without preparing the optimizer", without_preparing_the_optimizer)
     note("of two models", of_two_models)
     note("uneven inputs", uneven_inputs)
     return told

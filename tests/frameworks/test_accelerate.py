@@ -91,6 +91,12 @@ def test_metrics_have_every_row_once(cluster: Clusters, stage: int) -> None:
     assert found[0]["rows"] == pytest.approx(wanted[0]["rows"], rel=1e-6)
 
 
+def test_a_model_without_an_optimizer_is_sharded_to_be_read(cluster: Clusters) -> None:
+    found, wanted = (cluster(2).run(loops.only_read, stage=stage) for stage in (3, None))
+    assert found[0]["sharded"]
+    assert found[0]["loss"] == pytest.approx(wanted[0]["loss"], rel=1e-6)
+
+
 def test_a_scheduler_without_a_prepared_model_steps_once(cluster: Clusters) -> None:
     alone = cluster(2).run(loops.scheduled_alone, calls=(("loader",), ("scheduler",)))
     assert alone == [[1 / 2, 1 / 3, 1 / 4]] * 2
@@ -147,13 +153,10 @@ def test_what_cannot_be_is_refused(cluster: Clusters) -> None:
     for told in cluster(2).run(loops.refused):
         assert told["counted"].startswith("ConfigError: Accelerate counts micro-batches itself")
         assert told["sharded"].startswith("ConfigError: Accelerate is set up for FSDP")
-        for name, what in {
-            "without its model": "AdamW",
-            "without its optimizer": "LlamaForCausalLM",
-            "of two models": "LlamaForCausalLM, LlamaForCausalLM, SGD",
-        }.items():
-            assert told[name].startswith("UsageError: backward() was called with a model or optimizer"), name
-            assert f"not sharded: {what}." in told[name], told[name]
+        for name, optimizer in {"without its model": "AdamW", "of two models": "SGD"}.items():
+            assert told[name].startswith("UsageError: backward() was called with an optimizer whose model")
+            assert f"prepared: {optimizer}." in told[name]
+        assert told["without preparing the optimizer"].startswith("UsageError: this model's engine has no")
         assert told["uneven inputs"].startswith("UsageError: join_uneven_inputs() with even_batches=False")
         assert "entered" not in told
 

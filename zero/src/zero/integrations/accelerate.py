@@ -25,7 +25,7 @@ from zero.engine import Engine
 from zero.errors import ConfigError, UsageError, some
 from zero.setup.initialization import initialize
 
-PRIVATE = ("_optimizers", "_schedulers")
+PRIVATE = ("_models", "_optimizers", "_schedulers")
 """Attributes of Accelerate's Accelerator that are used here and are no public names."""
 
 _ENGINE = "_zero_engine"  # an attribute of models and optimizers: an engine lives as long as they do
@@ -42,6 +42,7 @@ class Accelerator(accelerate.Accelerator):
     count micro-batches.
     """
 
+    _models: list[nn.Module]
     _optimizers: list[Any]
 
     def __init__(self, *args: Any, zero_config: Config | None = None, **kwargs: Any) -> None:
@@ -56,7 +57,7 @@ class Accelerator(accelerate.Accelerator):
 
     def _begin(self, zero_config: Config | None) -> None:
         self.zero_config = zero_config or Config()
-        self._waiting: list[nn.Module | Optimizer] = []
+        self._waiting: list[Optimizer] = []  # for their models
         self._options: dict[str, Any] | None = None  # of a save or load that is under way
         self._check()
         self.register_save_state_pre_hook(self._save_engines)
@@ -96,8 +97,8 @@ class Accelerator(accelerate.Accelerator):
     # -- prepare ---------------------------------------------------------------------------------------
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """As in Accelerate. A model is sharded once it and its optimizers have been given, in one call in any
-        order, or in several."""
+        """As in Accelerate. A model and its optimizers may be given in one call, in any order, or in several;
+        a model that gets no optimizer is sharded to be read."""
         self._shard(args)
         return super().prepare(*args, device_placement=device_placement)
 
@@ -119,24 +120,36 @@ class Accelerator(accelerate.Accelerator):
         return prepared
 
     def _shard(self, given: Sequence[Any]) -> None:
-        """Make engines of the models whose optimizers are there, among these and those of earlier calls."""
+        """Make engines of models, with the optimizers that are there, and give engines optimizers that have
+        come since."""
         new = [self._plain(each) for each in given if isinstance(each, nn.Module | Optimizer)]
-        self._waiting += [each for each in new if self.engine_of(each) is None and each not in self._waiting]
-        for model in [each for each in self._waiting if isinstance(each, nn.Module)]:
-            own = set(model.parameters())
-            optimizers = [o for o in self._waiting if isinstance(o, Optimizer) and _parameters(o) <= own]
-            if optimizers:
-                alone = optimizers[0] if len(optimizers) == 1 else optimizers
-                engine = initialize(model, alone, self.zero_config)
-                done: list[nn.Module | Optimizer] = [model, *optimizers]
-                for each in done:
-                    setattr(each, _ENGINE, engine)
-                    self._waiting.remove(each)
+        new = [each for each in new if self.engine_of(each) is None]
+        self._waiting += [o for o in new if isinstance(o, Optimizer) and o not in self._waiting]
+        for model in [each for each in new if isinstance(each, nn.Module)]:
+            optimizers = self._take(model)
+            engine = initialize(model, optimizers or None, self.zero_config)
+            self._mark(engine, model, *optimizers)
+        for model in self._models:
+            known = self.engine_of(model)
+            if known is not None and (optimizers := self._take(model)):
+                known.attach(optimizers)
+                self._mark(known, *optimizers)
         for prepared in self._optimizers:
             prepared.__setstate__(
                 {}
             )  # with a GradScaler, it keeps the optimizer's step from before the engine
         self._link_schedulers()
+
+    def _take(self, model: nn.Module) -> list[Optimizer]:
+        """The optimizers of a model's parameters among those that wait."""
+        own = set(model.parameters())
+        found = [each for each in self._waiting if _parameters(each) <= own]
+        self._waiting = [each for each in self._waiting if each not in found]
+        return found
+
+    def _mark(self, engine: Engine, *parts: nn.Module | Optimizer) -> None:
+        for part in parts:
+            setattr(part, _ENGINE, engine)
 
     def _link_schedulers(self) -> None:
         for each in self._schedulers:
@@ -147,14 +160,13 @@ class Accelerator(accelerate.Accelerator):
     # -- training --------------------------------------------------------------------------------------
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """As in Accelerate. Raises UsageError while a model waits for its optimizer, or the other way round:
-        its gradients would be those of one rank."""
-        waiting = [each for each in self._waiting if isinstance(each, Optimizer) or _is_trained(each)]
-        if waiting:
-            names = some([type(each).__name__ for each in waiting])
+        """As in Accelerate. Raises UsageError for an optimizer that was prepared without its model, which
+        would step with the gradients of one rank."""
+        if self._waiting:
+            names = some([type(each).__name__ for each in self._waiting])
             raise UsageError(
-                f"backward() was called with a model or optimizer that is not sharded: {names}. Give a model "
-                "and all optimizers of its parameters, each of one model, to accelerator.prepare()"
+                f"backward() was called with an optimizer whose model is not prepared: {names}. Give "
+                "accelerator.prepare() the model, too; an optimizer may have the parameters of one model only"
             )
         super().backward(loss, **kwargs)
 
@@ -233,7 +245,3 @@ class Accelerator(accelerate.Accelerator):
 
 def _parameters(optimizer: Optimizer) -> set[nn.Parameter]:
     return {parameter for group in optimizer.param_groups for parameter in group["params"]}
-
-
-def _is_trained(model: nn.Module) -> bool:
-    return model.training and any(parameter.requires_grad for parameter in model.parameters())
