@@ -1,0 +1,47 @@
+"""Ranks that do not go the same way through the Trainer's loop: nobody waits for long, and who is missing is
+named."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+
+import zero
+from accelz.conformance.cluster import Cluster, Context
+from tests.frameworks.lightning_modules import Module, loader, trainer_of
+from zero.integrations.lightning import ZeroStrategy
+
+TIMEOUT = 4.0
+"""Seconds that a rank waits for the others in a collective."""
+
+
+@pytest.fixture
+def ranks(device: str) -> Iterator[Cluster]:
+    made = Cluster(device, 2, timeout=TIMEOUT)
+    yield made
+    made.stop()
+
+
+class OneStops(pl.Callback):
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_rank == 1 and trainer.global_step == 2:
+            trainer.should_stop = True
+
+
+def fit_body(context: Context, case: str) -> int:
+    module = Module(fails_on=(1, 2) if case == "exception" else None)
+    strategy = ZeroStrategy(zero.Config(timeout=TIMEOUT))
+    callbacks = [OneStops()] if case == "stop" else []
+    trainer = trainer_of(strategy, callbacks=callbacks, use_distributed_sampler=case != "data")
+    trainer.fit(module, loader(16 if case == "data" and context.rank == 1 else 24))
+    return len(module.seen)
+
+
+@pytest.mark.parametrize("case", ["data", "exception", "stop"])
+def test_a_rank_that_leaves_is_named(ranks: Cluster, case: str) -> None:
+    stayed, _ = ranks.outcomes(fit_body, case=case, limit=40)
+    assert stayed.status == "raised"
+    assert "rank 1" in stayed.error
