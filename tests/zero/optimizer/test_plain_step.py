@@ -396,3 +396,35 @@ def gone_body(context: Context, path: str) -> None:
 
 def test_between_step_and_zero_grad(cluster: Clusters, tmp_path: Path) -> None:
     cluster(2).run(gone_body, path=str(tmp_path / "saved"))
+
+
+def small_body(context: Context) -> tuple[list[float], float]:
+    """An optimizer of one number, of which most ranks have no part."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    model.temperature = nn.Parameter(torch.ones(()))
+    optimizers = [
+        torch.optim.SGD([model.weight, model.bias], lr=0.1),
+        torch.optim.Adagrad([model.temperature], lr=0.1),
+    ]
+    engine = zero.initialize(model, optimizers, zero.Config(timeout=20))
+    scaler, found = torch.amp.GradScaler(engine.device.type, init_scale=4.0), []
+    for step in range(3):
+        x = torch.full((2, 4), 1.0 + step, device=engine.device)
+        scaled = model(x).square().mean() * (torch.inf if (step, context.rank) == (1, 0) else 1.0)
+        with zero.gathered(model):
+            scaler.scale(scaled * model.temperature).backward()
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        found.append(scaler.get_scale())
+    return found, float(engine.full_master("temperature"))
+
+
+def test_a_rank_may_have_no_part_of_an_optimizer(cluster: Clusters) -> None:
+    results = cluster(3).run(small_body)
+    assert results == [results[0]] * 3
+    assert results[0][0] == [4.0, 2.0, 2.0]
+    assert results[0][1] != 1.0
