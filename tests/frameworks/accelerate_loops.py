@@ -340,6 +340,7 @@ def refused(context: Context) -> dict[str, str]:
             told["entered"] = "a block of uneven inputs"
 
     note("counted", lambda: Accelerator(cpu=True, zero_config=Config(gradient_accumulation_steps=2)))
+    note("alone", lambda: Accelerator(zero_config=Config()))
     note("sharded", another_engine)
     note("without its model", without_its_model)
     note("without preparing the optimizer", without_preparing_the_optimizer)

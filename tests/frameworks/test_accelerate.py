@@ -153,6 +153,7 @@ def test_what_cannot_be_is_refused(cluster: Clusters) -> None:
     for told in cluster(2).run(loops.refused):
         assert told["counted"].startswith("ConfigError: Accelerate counts micro-batches itself")
         assert told["sharded"].startswith("ConfigError: Accelerate is set up for FSDP")
+        assert told["alone"].startswith("ConfigError: Accelerate has 1 processes, but the job 2 ranks")
         for name, optimizer in {"without its model": "AdamW", "of two models": "SGD"}.items():
             assert told[name].startswith("UsageError: backward() was called with an optimizer whose model")
             assert f"prepared: {optimizer}." in told[name]

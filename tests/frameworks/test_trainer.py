@@ -106,6 +106,22 @@ def test_one_trainer_trains_again(cluster: Clusters, tmp_path: Path) -> None:
     assert furthest(found[0]["weights"], wanted[0]["weights"]) < 1e-6
 
 
+TIMEOUT = 4.0
+
+
+def test_a_callback_that_stops_one_rank_is_told_on_the_others(disposable: Any, tmp_path: Path) -> None:
+    arguments = {"directory": str(tmp_path), "timeout": TIMEOUT, "fails": False}
+    first, second = disposable(2).run(runs.stopped_alone, limit=60, **arguments)
+    assert "rank 1" in first + second
+
+
+def test_an_exception_on_one_rank_ends_the_others(disposable: Any, tmp_path: Path) -> None:
+    arguments = {"directory": str(tmp_path), "timeout": TIMEOUT, "fails": True}
+    first, second = disposable(2).outcomes(runs.stopped_alone, limit=60, **arguments)
+    assert "no such file" in second.error
+    assert "rank 1" in first.value
+
+
 def test_private_names_of_transformers_are_there() -> None:
     gone = [name for name in PRIVATE if not hasattr(transformers.Trainer, name)]
     assert not gone, f"transformers {transformers.__version__} has no Trainer.{gone}: see where they are used"

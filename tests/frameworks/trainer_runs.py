@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from transformers import LlamaForCausalLM, TrainingArguments
+from transformers import LlamaForCausalLM, TrainerCallback, TrainingArguments
 
 from accelz.conformance.cluster import Context
 from tests.frameworks.jobs import begin_job, language_model, on_host, token_rows
-from zero import Config
+from zero import Config, ZeroError
 from zero.integrations.transformers import Trainer
 
 TIMES = ("runtime", "samples_per_second", "steps_per_second", "total_flos", "preparation_time")
@@ -24,7 +24,11 @@ def rows(number: int, seed: int = 1) -> list[dict[str, list[int]]]:
 
 
 def make_trainer(
-    stage: int | None, directory: str, settings: dict[str, Any], model: Any = None
+    stage: int | None,
+    directory: str,
+    settings: dict[str, Any],
+    model: Any = None,
+    timeout: float = 60.0,
 ) -> transformers.Trainer:
     """stage: None for transformers' own, with DistributedDataParallel. 26 rows are 7 batches on two ranks."""
     model = model or language_model()
@@ -48,7 +52,7 @@ def make_trainer(
     data = {"train_dataset": rows(26), "eval_dataset": rows(7, seed=2)}
     if stage is None:
         return transformers.Trainer(model, arguments, **data)
-    return Trainer(model, arguments, zero_config=Config(stage=stage, timeout=60.0), **data)
+    return Trainer(model, arguments, zero_config=Config(stage=stage, timeout=timeout), **data)
 
 
 def history(trainer: transformers.Trainer) -> list[dict[str, float]]:
@@ -120,3 +124,31 @@ def twice(context: Context, stage: int | None, directory: str) -> dict[str, Any]
     trainer.train()
     trainer.train(resume_from_checkpoint=True)
     return {"log": history(trainer), "weights": weights(trainer)}
+
+
+class StopsAlone(TrainerCallback):
+    """Stops the training of rank 1 after two steps, or fails there."""
+
+    def __init__(self, rank: int, fails: bool) -> None:
+        self.rank = rank
+        self.fails = fails
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.rank == 1 and state.global_step == 2 and self.fails:
+            raise ValueError("no such file")
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.rank == 1 and state.global_step == 2 and not self.fails:
+            control.should_training_stop = True
+
+
+def stopped_alone(context: Context, directory: str, timeout: float, fails: bool) -> str:
+    """What rank 0 is told where rank 1 stops; "" on rank 1."""
+    begin_job(context)
+    trainer = make_trainer(3, directory, {}, timeout=timeout)
+    trainer.add_callback(StopsAlone(context.rank, fails))
+    try:
+        trainer.train()
+    except ZeroError as error:
+        return str(error)
+    return ""

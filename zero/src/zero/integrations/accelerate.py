@@ -9,6 +9,7 @@ this class does not override is as in Accelerate.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 import accelerate
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
+from torch import distributed as dist
 from torch.optim import Optimizer
 
 import accelz
@@ -73,6 +75,13 @@ class Accelerator(accelerate.Accelerator):
             raise ConfigError(
                 f"Accelerate is set up for {self.distributed_type.name}, which excludes zero: leave out its "
                 "plugin, also in the file of `accelerate config` and in ACCELERATE_USE_... of the environment"
+            )
+        ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+        if self.num_processes != ranks:
+            raise ConfigError(
+                f"Accelerate has {self.num_processes} processes, but the job {ranks} ranks: if these are "
+                "CPUs, ask for them by Accelerator(cpu=True), TrainingArguments(use_cpu=True), or "
+                "ACCELERATE_USE_CPU=1 in the environment"
             )
         device = accelz.current().device
         if self.device.type != device.type:
