@@ -57,6 +57,14 @@ class Module(pl.LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
 
 
+class Wide(Module):
+    """Large enough that its parameters are deferred where they are born sharded."""
+
+    def build(self) -> None:
+        self.net = nn.Sequential(nn.Linear(6, 1000), nn.Tanh(), nn.Linear(1000, 3))
+        self.scale = nn.Parameter(torch.ones(3))
+
+
 def weights(module: nn.Module) -> dict[str, Tensor]:
     """The whole parameters; collective if they are sharded."""
     with zero.gathered(module):

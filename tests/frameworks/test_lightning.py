@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
-from tests.frameworks.lightning_modules import Module, loader, off, trainer_of, weights
+from tests.frameworks.lightning_modules import Module, Wide, loader, off, trainer_of, weights
 from zero.integrations.lightning import ZeroStrategy
 
 EXACT, HALF = 1e-6, 1e-3
@@ -149,14 +149,6 @@ def manual_body(context: Context, toggled: bool) -> list[float]:
 def test_several_optimizers_in_manual_optimization(cluster: Clusters, toggled: bool) -> None:
     for found in cluster(2).run(manual_body, toggled=toggled):
         assert max(map(abs, found)) < EXACT
-
-
-class Wide(Module):
-    """Large enough that its parameters are deferred where they are born sharded."""
-
-    def build(self) -> None:
-        self.net = nn.Sequential(nn.Linear(6, 1000), nn.Tanh(), nn.Linear(1000, 3))
-        self.scale = nn.Parameter(torch.ones(3))
 
 
 class Born(Wide):

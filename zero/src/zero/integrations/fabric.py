@@ -177,6 +177,14 @@ class ZeroStrategy(DDPStrategy):
         stack.enter_context(init())
         return stack
 
+    # -- ranks -----------------------------------------------------------------------------------------
+
+    def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        return by_way_of_host(super().all_reduce, tensor, group=group, reduce_op=reduce_op)
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Any:
+        return by_way_of_host(super().all_gather, tensor, group=group, sync_grads=sync_grads)
+
     # -- training --------------------------------------------------------------------------------------
 
     def clip_gradients_norm(
@@ -351,6 +359,14 @@ def join_job(environment: ClusterEnvironment, device: torch.device, timeout: flo
             f"the job has {size} ranks, and devices and num_nodes make {ranks}: give Trainer or Fabric the "
             "number of processes that were started"
         )
+
+
+def by_way_of_host(call: Callable[..., Any], value: Any, **options: Any) -> Any:
+    """Call a collective, with a copy on the host of what is on a device unknown to torch.distributed."""
+    if not isinstance(value, Tensor) or f"{value.device.type}:" in accelz.current().collectives.spec:
+        return call(value, **options)
+    result = call(value.to(accelz.HOST), **options)
+    return result.to(value.device)
 
 
 def on_device(precision: Any) -> None:

@@ -35,6 +35,7 @@ from zero.integrations.fabric import (
     DEVICE_NAME,
     NAME,
     REST,
+    by_way_of_host,
     checked,
     clip_values,
     convert,
@@ -166,6 +167,14 @@ class ZeroStrategy(DDPStrategy):
 
     def model_to_device(self) -> None:
         """Do nothing: a unit of the model is moved when it is sharded."""
+
+    # -- ranks -----------------------------------------------------------------------------------------
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        return by_way_of_host(super().reduce, tensor, group=group, reduce_op=reduce_op)
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Any:
+        return by_way_of_host(super().all_gather, tensor, group=group, sync_grads=sync_grads)
 
     # -- steps -----------------------------------------------------------------------------------------
 
