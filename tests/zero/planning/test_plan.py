@@ -250,7 +250,7 @@ def test_settings_from_a_file_and_from_the_line(tmp_path: Path) -> None:
     (tmp_path / "batches.json").write_text(json.dumps(batches))
     steps = planned(8, gradient_accumulation_steps=2, stage=0)
     assert run("plan", MODEL, "-n", 8, "--config", tmp_path / "batches.json").stdout.rstrip() == str(steps)
-    expected = planned(precision="bf16", stage=1)
+    expected = planned(precision="bf16", stage=1, gradient_accumulation_steps=1)
     assert run("plan", MODEL, "-n", 2, "--config", theirs, "--stage", 1).stdout.rstrip() == str(expected)
 
 

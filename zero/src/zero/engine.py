@@ -512,7 +512,8 @@ class Engine:
         """
         if self._pass.has_gradients:
             raise UsageError(
-                "offload_states() was called while there are gradients: call step(), then zero_grad(), first"
+                "offload_states() was called between backward() and step(), or before the gradients were "
+                "dropped: call step(), then zero_grad(), first"
             )
         self._integrity.check_complete()
         self._pass.check_not_in_use("offload_states")
