@@ -45,6 +45,9 @@ class HeldGradient(Protocol):
     def put(self, parameter: nn.Parameter, whole: Tensor) -> None:
         """Replace the gradient by a whole one."""
 
+    def make_way(self, parameter: nn.Parameter) -> None:
+        """Take its stand-in away."""
+
     def unscale(self, pieces: Iterable[Tensor], found_inf: Tensor, inverse: Tensor) -> None:
         """Multiply the gradients of the param_groups that have these pieces, and note in `found_inf` whether
         one is not finite. Collective."""
@@ -132,6 +135,29 @@ class ShardedGradient(GradientStandIn):
         """The gradient as a plain tensor. Collective."""
         parameter, held = self.of
         return held.full(parameter).to(self.dtype)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Make way for a gradient that autograd is about to add to this one: hooks take it from its place.
+
+        Where it is the first that a backward comes to, nothing has told of that backward. A program's own
+        calls do not get here.
+        """
+        if func in _ACCUMULATING and torch._C._current_graph_task_id() >= 0 and type(args[1]) is Tensor:
+            parameter, held = args[0].of
+            held.make_way(parameter)
+            if func is torch.ops.aten.add.Tensor:  # create_graph=True
+                return args[1]
+            with torch._C.DisableTorchFunctionSubclass():
+                parameter.grad = args[1]
+            return args[0]
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
     @staticmethod
     def otherwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -326,6 +352,7 @@ _IN_PLACE = frozenset(
     __ixor__ __ilshift__ __irshift__
     """.split()  # noqa: SIM905
 )
+_ACCUMULATING = frozenset((torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor))
 _DIVISIONS = frozenset(
     (Tensor.div_, Tensor.divide_, Tensor.true_divide_, Tensor.__itruediv__, torch._foreach_div_)
 )

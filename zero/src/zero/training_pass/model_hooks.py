@@ -56,6 +56,7 @@ def _receiver(training_pass: TrainingPass, gradients: GroupGradients, index: int
         if alive is not None and place is not None:
             gradient, parameter.grad = parameter.grad, None
             if gradient is not None:  # None: there is none, or a compiled graph has handed it over
-                alive.receive(place, index, gradient)
+                graphless = gradient.detach() if gradient.requires_grad else gradient  # create_graph=True
+                alive.receive(place, index, graphless)
 
     return receive

@@ -46,6 +46,7 @@ from zero.training_pass.progress import Progress
 from zero.training_pass.schedule import Schedule
 from zero.training_pass.under_way import calls_under_way, runs_under_way
 from zero.training_pass.unit_calls import UnitCalls
+from zero.warning import warn
 
 if TYPE_CHECKING:
     from zero.integrity import Integrity
@@ -112,6 +113,7 @@ class TrainingPass(Uncopied):
         self._steps = config.gradient_accumulation_steps
         self._last = False
         self._by_itself = False  # the backward under way was begun by autograd
+        self._depth = 0  # how many runs of autograd there were then, one within the other
         self._forwards = 0  # with gradients, since the last backward
         self._issued = 0  # collectives, when the last forward began
         self._config = config
@@ -280,7 +282,7 @@ class TrainingPass(Uncopied):
 
     def notice_failure(self) -> None:
         """Abandon a backward that was begun by autograd and has failed, of which autograd tells nobody."""
-        if self._by_itself and not _in_autograd():
+        if self._by_itself and runs_under_way() < self._depth:
             self.abandon()
 
     def gradients_aside(self) -> AbstractContextManager[None]:
@@ -399,7 +401,7 @@ class TrainingPass(Uncopied):
         if task > self._entered:
             with self._entering:
                 if task > self._entered:
-                    if self._by_itself and runs_under_way() < 2:  # the run that began it is over
+                    if self._by_itself and runs_under_way() <= self._depth:  # the run that began it is over
                         self.abandon()
                     if self._steps is None and not self.in_backward and self._gives_gradients():
                         self._begin_by_itself()
@@ -424,7 +426,9 @@ class TrainingPass(Uncopied):
     def _begin_by_itself(self) -> None:
         self._integrity.check_trainable()
         self._factor.begin_backward(by_engine=False, more=self.has_gradients)
-        self._by_itself = True
+        if torch.is_grad_enabled():
+            warn(_NO_GRAPH, rank=self._communicator.group.rank)
+        self._by_itself, self._depth = True, runs_under_way()
         self.begin()
         torch.autograd.Variable._execution_engine.queue_callback(self._end_by_itself)
 
@@ -505,6 +509,7 @@ class TrainingPass(Uncopied):
             calls.forget_progress()
 
     def _reset(self) -> None:
+        self._entered = -1  # the backward may have been inside another, which comes to the model later
         self._progress.reset()
         for calls in self.calls:
             calls.reset()
@@ -534,6 +539,11 @@ def _in_autograd() -> bool:
 
 
 _GONE = "the model and its engine no longer exist: keep them until engine.backward(loss)"
+_NO_GRAPH = (
+    "loss.backward(create_graph=True): the `.grad` of this model's parameters has no graph, so nothing can "
+    "be differentiated through it. Gradients of other tensors have one; for a penalty on them, "
+    "torch.autograd.grad(..., create_graph=True) does the same without this warning"
+)
 _OUTSIDE = (
     "gradients of this model's parameters were computed outside engine.backward(loss). If by "
     "loss.backward(): call engine.backward(loss) instead, or set "

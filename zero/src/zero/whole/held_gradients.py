@@ -150,6 +150,10 @@ class HeldGradients:
         self._apply_multipliers()
         self.hide()
 
+    def make_way(self, parameter: nn.Parameter) -> None:
+        """Take one away for a gradient that a backward adds, which begins only now."""
+        self._stand_ins.hide({parameter})
+
     def hide(self) -> None:
         """Take them away: there are no gradients any more."""
         self._factor.drop()
