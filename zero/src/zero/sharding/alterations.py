@@ -63,7 +63,7 @@ def changed_since() -> UsageError:
     return UsageError(
         "the weights have changed since the forward that this loss comes from, by a step, a load, "
         "refresh_weights or zero.gathered(..., write_rank=...). Its gradients would mix two different "
-        "models: run the forward again, then engine.backward(loss)"
+        "models: run the forward again, then its backward"
     )
 
 
