@@ -34,11 +34,14 @@ class Module(pl.LightningModule):
 
     def training_step(self, batch: list[Tensor], index: int) -> Tensor:
         if self.hparams["fails_on"] == (self.global_rank, self.global_step):
-            raise ArithmeticError(f"in step {index} of rank {self.global_rank}")
+            self.fail()
         loss = self.loss(batch)
         self.seen.append(loss.item())
         self.log("loss", loss)
         return loss
+
+    def fail(self) -> None:
+        raise ArithmeticError(f"on rank {self.global_rank}")
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         norms = [p.grad.norm() for p in self.parameters() if p.grad is not None]

@@ -3,6 +3,7 @@ named."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -32,7 +33,9 @@ class OneStops(pl.Callback):
 
 
 def fit_body(context: Context, case: str) -> int:
-    module = Module(fails_on=(1, 2) if case == "exception" else None)
+    module = Module(fails_on=(1, 2) if case in ("exception", "death") else None)
+    if case == "death":
+        module.fail = lambda: os._exit(1)
     strategy = ZeroStrategy(zero.Config(timeout=TIMEOUT))
     callbacks = [OneStops()] if case == "stop" else []
     trainer = trainer_of(strategy, callbacks=callbacks, use_distributed_sampler=case != "data")
@@ -40,8 +43,9 @@ def fit_body(context: Context, case: str) -> int:
     return len(module.seen)
 
 
-@pytest.mark.parametrize("case", ["data", "exception", "stop"])
+@pytest.mark.parametrize("case", ["data", "exception", "stop", "death"])
 def test_a_rank_that_leaves_is_named(ranks: Cluster, case: str) -> None:
     stayed, _ = ranks.outcomes(fit_body, case=case, limit=40)
     assert stayed.status == "raised"
+    assert "Error: " in stayed.error
     assert "rank 1" in stayed.error

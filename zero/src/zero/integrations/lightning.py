@@ -10,7 +10,7 @@ module is imported, for `zero.Config()`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,7 @@ from zero.integrations.fabric import (
     registered,
     unpacked,
 )
+from zero.integrations.lightning_ema import EMA as EMA
 from zero.setup.initialization import initialize
 
 PRIVATE_NAMES = ("lightning.pytorch.strategies.DDPStrategy()._layer_sync",)
@@ -276,14 +277,21 @@ class ZeroStrategy(DDPStrategy):
 
         With the plugin AsyncCheckpointIO, the directory is written while training goes on.
         """
+        averaged = self._averaged()
         if "optimizer_states" not in checkpoint:
-            checkpoint["state_dict"] |= self.engine.state_dict()
+            with averaged.applied(self.engine) if averaged else nullcontext():
+                checkpoint["state_dict"] |= self.engine.state_dict()
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         if storage_options is not None:
             raise ConfigError("storage_options: checkpoints of sharded models are written to a file system")
         background = isinstance(self.checkpoint_io, AsyncCheckpointIO)
-        self.engine.save_checkpoint(self.broadcast(filepath), {REST: packed(checkpoint)}, async_=background)
+        self.engine.save_checkpoint(
+            self.broadcast(filepath),
+            {REST: packed(checkpoint)},
+            rank_state={"average": averaged.average} if averaged and averaged.average else None,
+            async_=background,
+        )
 
     def load_checkpoint(
         self, checkpoint_path: str | Path, weights_only: bool | None = None
@@ -297,6 +305,8 @@ class ZeroStrategy(DDPStrategy):
         if path.is_dir():
             strict = self.lightning_module.strict_loading
             loaded = self.engine.load_checkpoint(path, strict=strict, weights_only=not self._fits)
+            if self._fits and (averaged := self._averaged()):
+                averaged.restore(loaded.rank_states, self.engine)
             rest: dict[str, Any] = unpacked(loaded.state[REST], weights_only)
             return rest
         checkpoint: dict[str, Any] = super().load_checkpoint(path, weights_only)
@@ -310,6 +320,10 @@ class ZeroStrategy(DDPStrategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         if checkpoint["state_dict"]:  # a file's: what is in a directory has been loaded
             self.engine.load_state_dict(checkpoint["state_dict"], strict)
+
+    def _averaged(self) -> EMA | None:
+        assert self.lightning_module is not None
+        return next((c for c in self.lightning_module.trainer.callbacks if isinstance(c, EMA)), None)
 
     def on_exception(self, exception: BaseException) -> None:
         self._failed = True

@@ -1,0 +1,68 @@
+"""The sharded average beside Lightning's EMAWeightAveraging."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+from lightning.pytorch.callbacks import EMAWeightAveraging
+
+import zero
+from accelz.conformance.cluster import Clusters, Context
+from tests.frameworks.lightning_modules import Module, loader, off, trainer_of, weights
+from zero.integrations.lightning import EMA, ZeroStrategy
+
+DECAY = 0.8
+
+
+def averaged(strategy: Any, callback: pl.Callback, **settings: Any) -> tuple[Module, pl.Trainer]:
+    module, trainer = Module(), trainer_of(strategy, callbacks=[callback], **settings)
+    trainer.fit(module, loader(), loader())
+    return module, trainer
+
+
+def average_body(context: Context, folder: str) -> None:
+    plain, ddp = averaged("ddp", EMAWeightAveraging(decay=DECAY), max_epochs=4)
+    for stage in (2, 3):
+        strategy = ZeroStrategy(zero.Config(stage=stage))
+        module, trainer = averaged(strategy, EMA(DECAY), max_epochs=4)
+        assert max(map(abs, map(float.__sub__, module.seen, plain.seen))) < 1e-6
+        assert abs(float(trainer.callback_metrics["val"] - ddp.callback_metrics["val"])) < 1e-6
+        assert off(weights(module), weights(plain)) < 1e-6
+
+    path = f"{folder}/saved"
+    averaged("zero", Saving(DECAY, path))
+    resumed, trainer = Module(), trainer_of("zero", callbacks=[EMA(DECAY)], max_epochs=4)
+    trainer.fit(resumed, loader(), loader(), ckpt_path=path)
+    assert resumed.seen == module.seen[-len(resumed.seen) :]
+    assert off(weights(resumed), weights(module)) == 0
+    early, _ = averaged("zero", EMA(DECAY))
+    assert off(weights(Module.load_from_checkpoint(f"{path}.weights")), weights(early)) == 0
+
+
+class Saving(EMA):
+    """Saves both ways after the second epoch."""
+
+    def __init__(self, decay: float, path: str) -> None:
+        super().__init__(decay)
+        self.path = path
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        if trainer.current_epoch == 1:
+            trainer.save_checkpoint(self.path)
+            trainer.save_checkpoint(f"{self.path}.weights", weights_only=True)
+
+
+def test_an_average_needs_the_ranks_that_saved_it() -> None:
+    engine: Any = SimpleNamespace(world_size=3, rank=0)
+    with pytest.raises(zero.StateError, match="saved by 2 ranks, and this job has 3"):
+        EMA().restore([{"average": []}, {"average": []}], engine)
+    (average := EMA()).restore([{}, {}], engine)  # a checkpoint without one
+    assert not average.average
+
+
+def test_the_average_is_lightnings(cluster: Clusters, tmp_path: Path) -> None:
+    cluster(2).run(average_body, folder=str(tmp_path), limit=120)
