@@ -546,8 +546,8 @@ _NO_GRAPH = (
 )
 _OUTSIDE = (
     "gradients of this model's parameters were computed outside engine.backward(loss). If by "
-    "loss.backward(): call engine.backward(loss) instead, or set "
-    "zero.Config(gradient_accumulation_steps=None). If by another engine's backward that goes through "
+    "loss.backward(): call engine.backward(loss) instead, or leave gradient_accumulation_steps out of "
+    "zero.Config. If by another engine's backward that goes through "
     "this model: freeze it, with model.requires_grad_(False), before the forward that it goes through. If by "
     "torch.autograd.grad: a compiled model cannot tell it apart; remove zero.Config(compile=...)"
 )
