@@ -47,6 +47,13 @@ def by_one_number(model: nn.Module) -> None:
         parameter.grad.mul_(torch.tensor(0.5, device=parameter.device))
 
 
+def by_a_number_that_changes(model: nn.Module) -> None:
+    number = torch.tensor(0.5, device=next(model.parameters()).device)
+    for parameter in with_gradient(model):
+        parameter.grad.mul_(number)
+        number.mul_(0.9)
+
+
 def shifted(model: nn.Module) -> None:
     for parameter in with_gradient(model):
         parameter.grad.add_(0.01)
@@ -86,6 +93,7 @@ CHANGES: dict[str, Use] = {
     "clip in parts": clip_in_parts,
     "each by its place": each_by_its_place,
     "by one number": by_one_number,
+    "by a number that changes": by_a_number_that_changes,
     "shifted": shifted,
     "written to": written_to,
     "some zero": some_zero,
@@ -266,12 +274,13 @@ def test_what_one_rank_alone_does_is_told(cluster: Clusters, use: str) -> None:
         assert ALONE[use][1] in told
 
 
-def clipped_body(context: Context, stage: int) -> None:
+def clipped_body(context: Context, stage: int, precision: str) -> None:
     """A limit that is given with each step has the bits of the configured one."""
     runs = []
     for configured in (True, False):
         model = fresh()
-        config = zero.Config(timeout=30, stage=stage, clip_norm=0.5 if configured else None)
+        limit = 0.5 if configured else None
+        config = zero.Config(timeout=30, stage=stage, precision=precision, clip_norm=limit)
         engine, norms = zero.initialize(model, adamw(model), config), []
         for step in range(3):
             engine.backward(language_loss(model, step, context.rank))
@@ -286,9 +295,11 @@ def clipped_body(context: Context, stage: int) -> None:
     assert all(torch.equal(value, other[name]) for name, value in state.items())
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_clipping_by_the_engine_has_the_bits_of_the_setting(cluster: Clusters, stage: int) -> None:
-    cluster(2).run(clipped_body, stage=stage)
+@pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (3, "fp32"), (3, "bf16")])
+def test_clipping_by_the_engine_has_the_bits_of_the_setting(
+    cluster: Clusters, stage: int, precision: str
+) -> None:
+    cluster(2).run(clipped_body, stage=stage, precision=precision)
 
 
 def scaled_body(context: Context) -> list[float]:

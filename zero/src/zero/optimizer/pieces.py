@@ -78,7 +78,7 @@ def bind(piece: SteppedPiece, values: Tensor) -> None:
 
 
 _ELSEWHERE = (
-    "which the engine keeps elsewhere between steps: it is here only during engine.step(). To change a "
+    "which the engine keeps elsewhere between steps: it is here only during a step. To change a "
     "parameter of the model, use `with zero.gathered(parameter, write_rank=...):`. An optimizer that moves "
     "weights outside its step, such as in train() and eval(), can do so with slices in memory, if it works "
     "element by element: zero.Config(whole_parameters=False), no state on disk, and engine.refresh_weights() "

@@ -538,7 +538,7 @@ def _in_autograd() -> bool:
     return bool(torch._C._current_graph_task_id() >= 0)
 
 
-_GONE = "the model and its engine no longer exist: keep them until engine.backward(loss)"
+_GONE = "the model and its engine no longer exist: keep them until the backward"
 _NO_GRAPH = (
     "loss.backward(create_graph=True): the `.grad` of this model's parameters has no graph, so nothing can "
     "be differentiated through it. Gradients of other tensors have one; for a penalty on them, "

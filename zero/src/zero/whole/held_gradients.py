@@ -60,6 +60,7 @@ class HeldGradients:
         self._of_pieces = StandIns(PieceGradient)
         self._multipliers: dict[nn.Parameter, tuple[Multiplier, ...]] = {}
         self._pieces: dict[GroupGradients, Tensor] = {}
+        self._copied: tuple[Tensor, int, Tensor] | None = None  # the last multiplier, its version, a copy
         self._unscaled = False  # by a GradScaler
         self._norms: dict[float, tuple[Tensor, ...]] = {}  # of the slices' sums, by order and parameter
 
@@ -77,8 +78,17 @@ class HeldGradients:
     def multiply(self, parameter: nn.Parameter, by: Multiplier) -> None:
         """Multiply one gradient."""
         if isinstance(by, Tensor):
-            by = by.detach().reshape(())
+            by = self._copy_of(by)
         self._multipliers[parameter] = (*self._multipliers.get(parameter, ()), by)
+
+    def _copy_of(self, number: Tensor) -> Tensor:
+        """The number as it is now, 0-dim, which the program may change before the step. For all gradients
+        that are multiplied by the same tensor there is one copy, so that it counts as shared."""
+        source, version, copy = self._copied or (None, -1, number)
+        if source is not number or version != number._version:
+            copy = number.detach().reshape(()).clone()
+            self._copied = number, number._version, copy
+        return copy
 
     def zero(self, parameter: nn.Parameter) -> None:
         """Make one gradient zero; infinite and NaN ones, too."""
@@ -161,6 +171,7 @@ class HeldGradients:
         self._stand_ins.hide()
         self._of_pieces.hide()
         self._multipliers.clear()
+        self._copied = None
         self._norms.clear()
 
     def aside(self) -> AbstractContextManager[None]:
