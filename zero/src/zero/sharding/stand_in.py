@@ -82,9 +82,9 @@ class GradientStandIn(Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if func in cls.answers:
-            with torch.no_grad():
-                return cls.answers[func](func, args, kwargs)
+        answer = cls.answers.get(func)
+        if answer is not None:
+            return answer(func, args, kwargs)
         if is_metadata(func):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -161,8 +161,7 @@ class ShardedGradient(GradientStandIn):
 
     @staticmethod
     def otherwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with torch.no_grad():
-            return _answer_whole(func, args, kwargs)
+        return _answer_whole(func, args, kwargs)
 
 
 class _GradientPlace:
@@ -240,13 +239,14 @@ def _answer_norm(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     """`vector_norm` and `norm`, of all elements."""
     given, order = (*args, _order_in(kwargs))[:2]
     order = 2.0 if order in (None, "fro") else order
-    more = args[2:] or any(
-        kwargs.get(name) not in (None, False) for name in ("dim", "keepdim", "dtype", "out")
-    )
+    more = args[2:] or (kwargs and any(kwargs.get(name) not in (None, False) for name in _OF_A_NORM))
     if more or not isinstance(given, ShardedGradient) or not isinstance(order, (int, float)):
         return _answer_whole(func, args, kwargs)
     parameter, held = given.of
     return held.norm(parameter, float(order)).to(given.dtype)
+
+
+_OF_A_NORM = ("dim", "keepdim", "dtype", "out")
 
 
 def _order_in(kwargs: dict[str, Any]) -> Any:
@@ -301,6 +301,7 @@ def _answer_itself(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     return args[0]
 
 
+@torch.no_grad()
 def _answer_whole(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Any other function, of whole gradients. One that changes its first argument, or writes to `out`,
     changes the gradient."""

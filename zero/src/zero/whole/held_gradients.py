@@ -278,6 +278,7 @@ class HeldGradients:
 
     # -- inside ----------------------------------------------------------------------------------------
 
+    @torch.no_grad()
     def _measure(self, order: float) -> Tensor:
         """Every parameter's norm, fp32, (parameters,), times the mean factor. One collective a mesh."""
         total = torch.zeros(len(self._places), dtype=torch.float32, device=self._full_parameters.device)
