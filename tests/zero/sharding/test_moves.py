@@ -144,6 +144,18 @@ def test_moves_that_change_nothing(cluster: Clusters, stage: int, precision: str
     assert all(cluster(2).run(idle_body, stage=stage, precision=precision))
 
 
+def indexed_body(context: Context) -> bool:
+    engine = built(3)
+    head = engine.module.head
+    before = facts(head)
+    head.to(torch.device(engine.device.type, engine.device.index or 0))  # as Trainer does on CPUs: cpu:0
+    return unchanged(before, facts(head))
+
+
+def test_a_device_may_be_named_with_an_index_that_it_has_not(cluster: Clusters) -> None:
+    assert all(cluster(1).run(indexed_body))
+
+
 def changes_body(context: Context, stage: int) -> dict[str, list[str]]:
     """What each move says, released, with gradients, and gathered."""
     engine = built(stage)

@@ -115,11 +115,23 @@ class _Probe(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        raise _ChangeError(f"to {_wanted(args[0], kwargs or {})}")
+        given = kwargs or {}
+        if _names_this_device(args[0], given):
+            return args[0]
+        raise _ChangeError(f"to {_wanted(args[0], given)}")
 
     def _may_answer(self, func: Callable[..., Any]) -> bool:
         name = getattr(func, "__name__", "")
         return name in _CONVERSIONS or name == self.device.type
+
+
+def _names_this_device(probe: Tensor, given: Mapping[str, Any]) -> bool:
+    """Whether a conversion, for which torch would copy, asks for no more than the probe's own device, with an
+    index where it has none: cpu:0."""
+    device = given.get("device")
+    if not isinstance(device, torch.device) or device.index is None or probe.device.index is not None:
+        return False
+    return device.type == probe.device.type and given.get("dtype") in (None, probe.dtype)
 
 
 def _wanted(probe: Tensor, given: Mapping[str, Any]) -> str:
