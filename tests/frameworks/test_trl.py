@@ -27,3 +27,16 @@ def test_supervised_fine_tuning_equals_that_of_distributed_data_parallel(
     for mine, theirs in zip(found[0]["log"], wanted[0]["log"], strict=True):
         assert mine == pytest.approx(theirs, rel=1e-6, abs=1e-6)
     assert furthest(found[0]["saved"], wanted[0]["saved"]) < 1e-6
+
+
+@pytest.mark.parametrize("reference", ["plain", "sharded", "adapter"])
+def test_preference_optimization_equals_that_of_distributed_data_parallel(
+    cluster: Clusters, tmp_path: Path, reference: str
+) -> None:
+    found = cluster(2).run(runs.preferred, stage=3, directory=str(tmp_path / "mine"), reference=reference)
+    wanted = cluster(2).run(
+        runs.preferred, stage=None, directory=str(tmp_path / "plain"), reference=reference
+    )
+    for mine, theirs in zip(found[0]["log"], wanted[0]["log"], strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-5, abs=1e-6)
+    assert furthest(found[0]["weights"], wanted[0]["weights"]) < 1e-6

@@ -12,17 +12,21 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
-from trl import SFTConfig, SFTTrainer
+from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
+import zero
 from accelz.conformance.cluster import Context
 from tests.frameworks.jobs import VOCABULARY, begin_job, language_model, on_host, token_rows
 from tests.frameworks.trainer_runs import history, weights
-from zero import Config
 from zero.integrations.transformers import TrainerMixin
 
 
 class SFT(TrainerMixin, SFTTrainer):
     """As in the guide."""
+
+
+class DPO(TrainerMixin, DPOTrainer):
+    """With a reference model or without."""
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -44,28 +48,28 @@ def texts(number: int) -> Dataset:
     )
 
 
+def usual(directory: str) -> dict[str, Any]:
+    return {
+        "output_dir": directory,
+        "use_cpu": True,
+        "bf16": False,
+        "report_to": [],
+        "disable_tqdm": True,
+        "logging_steps": 1,
+        "learning_rate": 5e-4,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "num_train_epochs": 2,
+        "save_strategy": "epoch",
+        "seed": 5,
+    }
+
+
 def fine_tuned(
     context: Context, stage: int | None, directory: str, settings: dict[str, Any], adapter: bool
 ) -> dict[str, Any]:
     begin_job(context)
-    arguments = SFTConfig(
-        **{
-            "output_dir": directory,
-            "use_cpu": True,
-            "bf16": False,
-            "report_to": [],
-            "disable_tqdm": True,
-            "logging_steps": 1,
-            "learning_rate": 5e-4,
-            "per_device_train_batch_size": 2,
-            "gradient_accumulation_steps": 2,
-            "num_train_epochs": 2,
-            "max_length": 16,
-            "save_strategy": "epoch",
-            "seed": 5,
-        }
-        | settings
-    )
+    arguments = SFTConfig(**usual(directory), max_length=16, **settings)
     parts: dict[str, Any] = {
         "model": language_model(),
         "args": arguments,
@@ -79,10 +83,51 @@ def fine_tuned(
     if stage is None:
         trainer = SFTTrainer(**parts)
     else:
-        trainer = SFT(**parts, zero_config=Config(stage=stage, timeout=60.0))
+        trainer = SFT(**parts, zero_config=zero.Config(stage=stage, timeout=60.0))
     trainer.train()
     trainer.save_model()
     trainer.accelerator.wait_for_everyone()
     file = "adapter_model.safetensors" if adapter else "model.safetensors"
     saved = on_host(load_file(Path(directory) / file))
     return {"log": history(trainer), "weights": weights(trainer), "saved": saved}
+
+
+def preferences(number: int) -> Dataset:
+    """A prompt, an answer that is preferred, and one that is not."""
+    words = [f"w{token}" for token in token_rows(number).flatten().tolist()]
+    rows = [words[12 * i : 12 * i + 12] for i in range(number)]
+    keys = ("prompt", "chosen", "rejected")
+    return Dataset.from_list(
+        [
+            {key: " ".join(row[4 * part : 3 + 4 * part + i % 2]) for part, key in enumerate(keys)}
+            for i, row in enumerate(rows)
+        ]
+    )
+
+
+def preferred(context: Context, stage: int | None, directory: str, reference: str) -> dict[str, Any]:
+    """reference: "plain", "sharded", or "adapter" for the model itself without its adapter."""
+    begin_job(context)
+    parts: dict[str, Any] = {
+        "model": language_model(),
+        "args": DPOConfig(**usual(directory), max_length=24),
+        "train_dataset": preferences(14),
+        "processing_class": tokenizer(),
+    }
+    engine = None
+    if reference == "adapter":
+        parts["peft_config"] = peft.LoraConfig(
+            r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"
+        )
+    else:
+        parts["ref_model"] = language_model(seed=2).requires_grad_(False)
+    if reference == "sharded" and stage is not None:
+        engine = zero.initialize(parts["ref_model"], config=zero.Config(stage=stage, timeout=60.0))
+    if stage is None:
+        trainer = DPOTrainer(**parts)
+    else:
+        trainer = DPO(**parts, zero_config=zero.Config(stage=stage, timeout=60.0))
+    trainer.train()
+    found = {"log": history(trainer), "weights": weights(trainer)}
+    del engine  # which has lived as long as the reference was used
+    return found
