@@ -15,11 +15,16 @@ from accelz.conformance.cluster import Context
 VOCABULARY = 64
 
 
-def begin_job(context: Context) -> None:
-    """Let this rank look as if a launcher had just started it: frameworks keep what they know of the job."""
+def begin_job(context: Context, plain: bool = False) -> None:
+    """Let this rank look as if a launcher had just started it: frameworks keep what they know of the job.
+
+    plain: on the CPU, whatever device the engine is tested on.
+    """
     rank, size = str(context.rank), str(context.size)
     os.environ |= {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+    device = context.accelerator.device
+    os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu" if plain else str(device)
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     gc.collect()
