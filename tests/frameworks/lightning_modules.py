@@ -86,5 +86,5 @@ def loader(samples: int = 40) -> DataLoader[Any]:
 
 def trainer_of(strategy: Any, folder: str | Path | None = None, **settings: Any) -> pl.Trainer:
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    given = {"accelerator": "cpu", "devices": 2, "max_epochs": 2, "enable_checkpointing": False} | settings
-    return pl.Trainer(strategy=strategy, default_root_dir=folder, **quiet, **given)
+    usual = {"accelerator": "cpu", "devices": 2, "max_epochs": 2, "enable_checkpointing": False}
+    return pl.Trainer(strategy=strategy, default_root_dir=folder, **(quiet | usual | settings))

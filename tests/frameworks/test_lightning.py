@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import DeviceStatsMonitor, EMAWeightAveraging, LearningRateMonitor
+from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 
 import zero
@@ -204,6 +207,39 @@ def face_body(context: Context) -> None:
         ZeroStrategy(zero.Config(gradient_accumulation_steps=2))
     with pytest.raises(zero.UsageError, match="devices and num_nodes make 3"):
         trainer_of("zero", devices=3).fit(Module(), loader())
+
+    with pytest.raises(zero.ConfigError, match=r"lightning\.EMA"):
+        trainer_of("zero", callbacks=[EMAWeightAveraging()]).fit(Module(), loader())
+
+
+class Normed(Module):
+    def build(self) -> None:
+        super().build()
+        self.net.append(nn.BatchNorm1d(3))
+
+
+def companions_body(context: Context, folder: str) -> None:
+    """What else Trainers have: loggers, monitors, converted normalisation, compiled models."""
+    monitors = [LearningRateMonitor(), DeviceStatsMonitor()]
+    logger = CSVLogger(folder, version=context.rank)
+    settings: dict[str, Any] = {"accelerator": "accelz", "logger": logger, "log_every_n_steps": 1}
+    trainer_of("zero", callbacks=monitors, **settings).fit(Module(), loader())
+    logged = Path(logger.log_dir, "metrics.csv") if context.rank == 0 else None
+    for column in ("loss", "lr-AdamW", "memory.peak"):
+        assert logged is None or column in logged.read_text().splitlines()[0]
+
+    trainer_of("zero", sync_batchnorm=True).validate(normed := Normed(), loader(), verbose=False)
+    assert isinstance(normed.net[-1], nn.SyncBatchNorm)
+
+    compiled = ZeroStrategy(zero.Config(compile=zero.Compile(inner="aot_eager")))
+    trainer_of(compiled).fit(module := Wide(), loader(), loader())
+    trainer_of("zero").fit(plain := Wide(), loader(), loader())
+    assert module.seen == plain.seen
+    assert "compiled" in str(compiled.engine.explain())
+
+
+def test_loggers_monitors_and_compilation(cluster: Clusters, tmp_path: Path) -> None:
+    cluster(2).run(companions_body, folder=str(tmp_path), limit=150)
 
 
 def test_names_and_refusals(cluster: Clusters) -> None:

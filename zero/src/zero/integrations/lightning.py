@@ -19,6 +19,7 @@ import torch
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator, AcceleratorRegistry
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins import AsyncCheckpointIO, MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
@@ -140,6 +141,7 @@ class ZeroStrategy(DDPStrategy):
             if self._layer_sync:
                 self._layer_sync.apply(module)
         if self._fits:
+            _check_callbacks(trainer)
             self._check_not_fitted(there)
             self.setup_optimizers(trainer)
             self._parameters = {each: parameters_of(each) for each in self.optimizers}
@@ -338,6 +340,15 @@ class ZeroStrategy(DDPStrategy):
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
+
+
+def _check_callbacks(trainer: Trainer) -> None:
+    for callback in trainer.callbacks:
+        if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)):
+            raise ConfigError(
+                f"{type(callback).__name__} averages whole models on every rank, and the module is sharded: "
+                "use zero.integrations.lightning.EMA"
+            )
 
 
 registered(StrategyRegistry, NAME, ZeroStrategy)
