@@ -200,3 +200,23 @@ def counting_body(context: Context) -> None:
 
 def test_an_engine_that_counts_wants_its_own_backward(cluster: Clusters) -> None:
     cluster(2).run(counting_body)
+
+
+def wrapped_body(context: Context, stage: int) -> None:
+    """DistributedDataParallel around the model of an engine would take the gradients for itself."""
+    model = chain()
+    zero_engine = zero.initialize(model, sgd([model])[0], zero.Config(timeout=20, stage=stage))
+    try:
+        wrapped = nn.parallel.DistributedDataParallel(model)
+    except zero.ShardedParameterError:
+        assert stage == 3
+        return
+    with pytest.raises(zero.UsageError, match="call the model itself"):
+        wrapped(batch(context.rank, device_of(model)))
+    assert zero_engine.steps == 0
+
+
+@pytest.mark.host  # torch's wrapper has no collectives for other devices
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_wrapper_of_data_parallel_training_is_refused(cluster: Clusters, stage: int) -> None:
+    cluster(2).run(wrapped_body, stage=stage)

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -150,6 +151,8 @@ class TrainingPass(Uncopied):
         """A forward of the whole model begins; return its inputs, or None for those that were given."""
         if self.in_graph:
             return None  # this was done before the graph was entered
+        if getattr(DistributedDataParallel._active_ddp_module, "module", None) is module:
+            raise UsageError(_WRAPPED)
         if not self.in_backward:
             self._communicator.in_pass = self._on_disk
             with apart():
@@ -538,6 +541,10 @@ def _in_autograd() -> bool:
     return bool(torch._C._current_graph_task_id() >= 0)
 
 
+_WRAPPED = (
+    "the model was wrapped in DistributedDataParallel after zero.initialize, whose reductions would take the "
+    "gradients from the engine: call the model itself, which the engine has made data parallel"
+)
 _GONE = "the model and its engine no longer exist: keep them until the backward"
 _NO_GRAPH = (
     "loss.backward(create_graph=True): the `.grad` of this model's parameters has no graph, so nothing can "
