@@ -17,6 +17,11 @@ WAYS: dict[str, dict[str, Any]] = {
     "every_batch": {},
     "windows": {"settings": {"gradient_accumulation_steps": 3, "eval_strategy": "epoch"}},
     "checkpointing": {"settings": {"gradient_checkpointing": True, "label_smoothing_factor": 0.1}},
+    "grouped": {"settings": {"train_sampling_strategy": "group_by_length", "neftune_noise_alpha": 5.0}},
+    "compiled": {
+        "settings": {"torch_compile": True, "torch_compile_backend": "eager", "num_train_epochs": 1}
+    },
+    "shrinking": {"settings": {"auto_find_batch_size": True, "num_train_epochs": 1}, "most_rows": 1},
     "bf16": {"settings": {"bf16": True, "max_grad_norm": 0.0, "learning_rate": 1e-3}},
 }
 

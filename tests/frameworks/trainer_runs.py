@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,15 +67,25 @@ def weights(trainer: transformers.Trainer) -> dict[str, Any]:
     return on_host(trainer.accelerator.get_state_dict(trainer.model))
 
 
+def run_out(most_rows: int, model: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    """Run out of memory, as far as Accelerate can tell, on every rank."""
+    if model.training and len(kwargs["input_ids"]) > most_rows:
+        raise RuntimeError("CUDA out of memory.")
+
+
 def trained(
     context: Context,
     stage: int | None,
     directory: str,
     settings: dict[str, Any] | None = None,
     evaluate_first: bool = False,
+    most_rows: int = 64,
 ) -> dict[str, Any]:
+    """most_rows: that fit into memory, of a batch that is trained on."""
     begin_job(context)
-    trainer = make_trainer(stage, directory, settings or {})
+    model = language_model()
+    model.register_forward_pre_hook(partial(run_out, most_rows), with_kwargs=True)
+    trainer = make_trainer(stage, directory, settings or {}, model)
     if evaluate_first:
         trainer.evaluate()
     trainer.train()
