@@ -72,6 +72,9 @@ def files_body(context: Context, folder: str) -> None:
     with pytest.raises(zero.StateError, match="another strategy"):
         trainer_of("zero").fit(Module(), loader(), ckpt_path=f"{folder}/ddp.ckpt")
     trainer_of("zero").test(Module(), loader(), ckpt_path=f"{folder}/ddp.ckpt", verbose=False)
+    trainer.strategy.engine.save_checkpoint(f"{folder}/engines")
+    with pytest.raises(zero.CheckpointError, match="not by a Trainer"):
+        trainer.test(module, loader(), ckpt_path=f"{folder}/engines", verbose=False)
     with pytest.raises(zero.ConfigError, match="storage_options"):
         trainer.save_checkpoint(f"{folder}/x.ckpt", storage_options={})
 

@@ -25,10 +25,11 @@ def averaged(strategy: Any, callback: pl.Callback, **settings: Any) -> tuple[Mod
 
 
 def average_body(context: Context, folder: str) -> None:
-    plain, ddp = averaged("ddp", EMAWeightAveraging(decay=DECAY), max_epochs=4)
-    for stage in (2, 3):
+    for stage, every in ((2, 3), (3, 1)):
+        weighted = EMAWeightAveraging(decay=DECAY, update_every_n_steps=every)
+        plain, ddp = averaged("ddp", weighted, max_epochs=4)
         strategy = ZeroStrategy(zero.Config(stage=stage))
-        module, trainer = averaged(strategy, EMA(DECAY), max_epochs=4)
+        module, trainer = averaged(strategy, EMA(DECAY, every), max_epochs=4)
         assert max(map(abs, map(float.__sub__, module.seen, plain.seen))) < 1e-6
         assert abs(float(trainer.callback_metrics["val"] - ddp.callback_metrics["val"])) < 1e-6
         assert off(weights(module), weights(plain)) < 1e-6

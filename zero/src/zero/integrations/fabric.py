@@ -118,9 +118,9 @@ class ZeroStrategy(DDPStrategy):
 
     def engine_of(self, module: nn.Module) -> Engine:
         """The engine that trains a module. Raises UsageError if the strategy has not set it up."""
-        module = getattr(module, "module", module)  # what `fabric.setup` returns
+        inner = getattr(module, "module", None)  # of what `fabric.setup` returns
         for engine in self._engines:
-            if engine.module is module:
+            if engine.module in (module, inner):
                 return engine
         raise UsageError(
             f"{type(module).__name__} has no engine: set it up with `fabric.setup(model, optimizer)` first"

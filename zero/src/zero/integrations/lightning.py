@@ -30,7 +30,7 @@ import accelz
 from zero.config.training import Config
 from zero.deferred.deferred_init import init
 from zero.engine import Engine
-from zero.errors import ConfigError, StateError, UsageError
+from zero.errors import CheckpointError, ConfigError, StateError, UsageError
 from zero.integrations import fabric
 from zero.integrations.fabric import (
     DEVICE_NAME,
@@ -300,7 +300,8 @@ class ZeroStrategy(DDPStrategy):
     ) -> dict[str, Any]:
         """Restore model and optimizers from a directory; return the rest, or all that a file has.
 
-        Raises StateError for a file to resume from that another strategy has saved.
+        Raises StateError for a file to resume from that another strategy has saved, and CheckpointError for
+        what no Trainer has saved.
         """
         path = Path(self.broadcast(checkpoint_path))
         assert self.lightning_module is not None
@@ -309,6 +310,11 @@ class ZeroStrategy(DDPStrategy):
             loaded = self.engine.load_checkpoint(path, strict=strict, weights_only=not self._fits)
             if self._fits and (averaged := self._averaged()):
                 averaged.restore(loaded.rank_states, self.engine)
+            if REST not in loaded.state:
+                raise CheckpointError(
+                    f"{path} was saved by an engine, not by a Trainer, and has no state of loops: load it with "
+                    "trainer.strategy.engine.load_checkpoint, e.g. in the module's on_train_start"
+                )
             rest: dict[str, Any] = unpacked(loaded.state[REST], weights_only)
             return rest
         checkpoint: dict[str, Any] = super().load_checkpoint(path, weights_only)

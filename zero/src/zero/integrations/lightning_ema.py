@@ -22,7 +22,8 @@ class EMA(Callback):
     ends the module has it. Files with weights only have the average; a checkpoint has both, and is resumed
     with as many ranks as have saved it. Buffers are not averaged.
 
-    decay: of the average at an update. every: optimizer steps between updates.
+    decay: of the average at an update. every: optimizer steps from one update to the next; the first is at
+        the first step.
     """
 
     def __init__(self, decay: float = 0.999, every: int = 1) -> None:
@@ -32,7 +33,7 @@ class EMA(Callback):
         self._step = 0
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        if trainer.global_step == self._step or trainer.global_step % self.every:
+        if trainer.global_step == self._step or (trainer.global_step - 1) % self.every:
             return
         self._step = trainer.global_step
         values = slices(engine_of(trainer))
