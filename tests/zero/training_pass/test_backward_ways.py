@@ -154,6 +154,14 @@ def penalty_apart(model: Heads, other: Heads, rank: int) -> None:
     slope(model, rank, 2).backward()
 
 
+def penalty_last(model: Heads, other: Heads, rank: int) -> None:
+    """Another backward comes between, and its own comes twice."""
+    late = slope(model, rank, 1)
+    model(batch(rank, model))[1].backward()
+    late.backward(retain_graph=True)
+    late.backward()
+
+
 def with_a_graph(model: Heads, other: Heads, rank: int) -> None:
     x = batch(rank, model)
     model(x)[0].backward(create_graph=True)
@@ -184,6 +192,7 @@ WAYS: dict[str, Way] = {
     "failed inside": failed_inside,
     "penalty": penalty,
     "penalty apart": penalty_apart,
+    "penalty last": penalty_last,
     "with a graph": with_a_graph,
     "partly without": partly_without,
 }

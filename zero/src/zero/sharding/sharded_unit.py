@@ -29,7 +29,7 @@ class Keep(Enum):
     """Why a unit stays gathered beyond its forwards and backwards, and until when."""
 
     VIEWED = "an output that cannot be copied is a view of a parameter; until the model's next forward"
-    DIFFERENTIATED = "its backward is part of a graph, create_graph=True; until the engine's backward is over"
+    DIFFERENTIATED = "its backward is part of a graph, create_graph=True; until that graph's backward is over"
     PART_CALLED = "a module inside was called past the unit; until the optimizer step's last backward is over"
     PART_READ = "likewise, without gradients; until the next forward of the model or of such a module"
 

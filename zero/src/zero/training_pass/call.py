@@ -26,12 +26,14 @@ class Call:
     as of the forward. start: the number of the first node that may be its own. newest_input: the number of
     the newest producer of its inputs; -1 if they have none. task: that of its backward. taken: whether the
     backward under way goes through the call on this rank or, as far as is known, on any.
-    ends_with_gradients: of the unit's parameters, if no input has a producer.
+    ends_with_gradients: of the unit's parameters, if no input has a producer. differentiated: its backward
+    was part of a graph.
     """
 
     __slots__ = (
         "_edges",
         "changes",
+        "differentiated",
         "ends_with_gradients",
         "fmt",
         "index",
@@ -52,6 +54,7 @@ class Call:
         self.task = -1
         self.taken = False
         self.ends_with_gradients = True
+        self.differentiated = False
         self._edges: ref[CallEdges] | None = None
 
     @property

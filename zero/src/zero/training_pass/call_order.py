@@ -149,6 +149,10 @@ class CallOrder:
                 call.taken |= flag == _TAKEN
             ballot.gone = frozenset(call for call, flag in said if flag == _GONE)
 
+    def left_out(self) -> set[Call]:
+        """Calls that the backward under way has gone past and not through, on any rank."""
+        return {event.call for event in self._left}
+
     def end(self) -> None:
         """The backward is over. Calls that were left out may have another one."""
         self._events.extend(reversed(self._left))

@@ -114,6 +114,7 @@ class TrainingPass(Uncopied):
         self._steps = config.gradient_accumulation_steps
         self._last = False
         self._by_itself = False  # the backward under way was begun by autograd
+        self._retains = False  # its graph, for another one
         self._depth = 0  # how many runs of autograd there were then, one within the other
         self._forwards = 0  # with gradients, since the last backward
         self._issued = 0  # collectives, when the last forward began
@@ -244,6 +245,7 @@ class TrainingPass(Uncopied):
         with torch.no_grad():  # as in the backward
             while (event := self.order.pop_past(-1)) is not None:
                 (self.begin_call if event.over else self._end_call)(event.call)
+        self._end_differentiated()
         self.order.end()
         if self._last:
             self.order.settle()
@@ -254,12 +256,22 @@ class TrainingPass(Uncopied):
         self._reset()
         torch.clear_autocast_cache()  # an autocast block that goes on must cast anew: these units are gone
         # Another micro-batch's forward may have come before this backward, with parts that were called.
-        self.release_all(keep=() if self._last and self._steps is not None else (Keep.PART_CALLED,))
+        over = self._last and self._steps is not None
+        self.release_all(keep=() if over else (Keep.DIFFERENTIATED, Keep.PART_CALLED))
         self.backwards += 1
         self.has_gradients = True
         if self._last:
             self._held_gradients.show()
         self._tracer.end_backward()
+
+    def _end_differentiated(self) -> None:
+        """Units whose backward is part of a graph need not stay for it, unless it is retained, or is another
+        than has just been gone through. The same on all ranks, as `order` is."""
+        if not self._retains:
+            waiting = {call.index for call in self.order.left_out() if call.differentiated}
+            for unit in self._units:
+                if unit.index not in waiting:
+                    unit.kept.discard(Keep.DIFFERENTIATED)
 
     def abandon(self) -> None:
         """Drop gradients, gathers and calls under way, after an exception in a forward or backward."""
@@ -269,7 +281,7 @@ class TrainingPass(Uncopied):
         self.has_gradients = False
         if self.in_backward:
             self._leave_backward()
-        self._by_itself = False
+        self._by_itself = self._retains = False
         for gradients in self._reducer.all:  # what autograd has accumulated, and a hook has not let come here
             for parameter in gradients.group.parameters:
                 parameter.grad = None
@@ -363,6 +375,7 @@ class TrainingPass(Uncopied):
             unit.calls_in_backward.add(call)
             if torch.is_grad_enabled():  # create_graph=True: this backward's own backward needs it again
                 unit.kept.add(Keep.DIFFERENTIATED)
+                call.differentiated = True
             with apart():
                 unit.gather(call.fmt)
                 self.schedule.follow(unit, call.fmt)
@@ -431,6 +444,7 @@ class TrainingPass(Uncopied):
         self._factor.begin_backward(by_engine=False, more=self.has_gradients)
         if torch.is_grad_enabled():
             warn(_NO_GRAPH, rank=self._communicator.group.rank)
+        self._retains = torch._C._autograd._get_current_graph_task_keep_graph()
         self._by_itself, self._depth = True, runs_under_way()
         self.begin()
         torch.autograd.Variable._execution_engine.queue_callback(self._end_by_itself)
@@ -438,7 +452,7 @@ class TrainingPass(Uncopied):
     def _end_by_itself(self) -> None:
         try:
             self.end()
-            self._by_itself = False
+            self._by_itself = self._retains = False
         except BaseException:
             self.abandon()
             raise
