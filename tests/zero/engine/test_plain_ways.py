@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import zero
 from accelz.conformance.cluster import Clusters, Context
 from tests.zero.helpers.models import device_of
+from tests.zero.helpers.training import where_kernels_are
 from tests.zero.helpers.ways import WIDTH, batch
 
 Way = Callable[[nn.Module, Tensor], None]
@@ -220,3 +221,27 @@ def wrapped_body(context: Context, stage: int) -> None:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_wrapper_of_data_parallel_training_is_refused(cluster: Clusters, stage: int) -> None:
     cluster(2).run(wrapped_body, stage=stage)
+
+
+def inputs_body(context: Context, stage: int) -> float:
+    """Backwards that end in some parameters, other ones each time."""
+    model, plain = chain(), where_kernels_are(context, chain())
+    engine = zero.initialize(model, sgd([model])[0], zero.Config(timeout=20, stage=stage))
+    for chosen in (slice(0, 2), slice(4, 6), slice(0, 8, 3)):
+        x = batch(context.rank, device_of(model))
+        model(x).square().mean().backward(inputs=list(model.parameters())[chosen])
+        for rank in range(context.size):
+            loss = plain(batch(rank, device_of(plain))).square().mean() / context.size
+            loss.backward(inputs=list(plain.parameters())[chosen])
+    worst = 0.0
+    for name, value in plain.named_parameters():
+        have = engine.full_gradient(name)
+        assert (have is None) == (value.grad is None)
+        if have is not None and value.grad is not None:
+            worst = max(worst, float((have.to(value.device) - value.grad).abs().max()))
+    return worst
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_backwards_end_where_they_are_told_to(cluster: Clusters, stage: int) -> None:
+    assert max(cluster(2).run(inputs_body, stage=stage)) < 1e-6

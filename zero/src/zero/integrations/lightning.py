@@ -312,8 +312,8 @@ class ZeroStrategy(DDPStrategy):
                 averaged.restore(loaded.rank_states, self.engine)
             if REST not in loaded.state:
                 raise CheckpointError(
-                    f"{path} was saved by an engine, not by a Trainer, and has no state of loops: load it with "
-                    "trainer.strategy.engine.load_checkpoint, e.g. in the module's on_train_start"
+                    f"{path} was saved by an engine, not by a Trainer, and has no state of loops: load it "
+                    "with trainer.strategy.engine.load_checkpoint, e.g. in the module's on_train_start"
                 )
             rest: dict[str, Any] = unpacked(loaded.state[REST], weights_only)
             return rest

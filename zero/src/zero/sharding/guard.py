@@ -13,8 +13,9 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._ops import OpOverload
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from zero.errors import ShardedParameterError
 
@@ -76,6 +77,8 @@ class ShardedParameter(nn.Parameter):
         if is_metadata(func) or func in _serving:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
+        if func is torch.autograd.backward:  # with inputs=
+            return func(*args, **{**(kwargs or {}), "inputs": _as_edges((kwargs or {})["inputs"])})
         found = _first_sharded(args, kwargs)
         own = {} if found is None else found.__dict__
         if UNIT_ATTRIBUTE in own and own[UNIT_ATTRIBUTE].gather_for_part():
@@ -163,6 +166,13 @@ def is_metadata(func: Callable[..., Any]) -> bool:
         attribute = getattr(getattr(func, "__self__", None), "__name__", "")
         return attribute in (_READABLE if name == "__get__" else _WRITABLE)
     return name in _METHODS
+
+
+def _as_edges(inputs: Tensor | GradientEdge | Sequence[Tensor | GradientEdge]) -> list[Tensor | GradientEdge]:
+    """Where a backward ends, with edges of the graph in place of sharded parameters."""
+    given = [inputs] if isinstance(inputs, (Tensor, GradientEdge)) else inputs
+    with torch._C.DisableTorchFunctionSubclass():
+        return [get_gradient_edge(each) if isinstance(each, ShardedParameter) else each for each in given]
 
 
 def describe(func: Callable[..., Any]) -> str:
