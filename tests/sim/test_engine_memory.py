@@ -105,9 +105,14 @@ def expected_peaks(stage: int, size: int, narrow: bool) -> dict[str, int]:
     weights = model // size if sharded else model
     state = (3 if narrow else 2) * MODEL // parts  # moments, and masters
     gradients = model // parts  # reduced ones, kept until the step is over
+    whole = model if stage == 1 and size > 1 else 0  # kept until the step begins, for others to be added
     if sharded:
         # The layer in use and the next, both whole, and gradients as below; at the end there is no next one.
         backward = 2 * layer + 3 * layer + gradients - 2 * layer // size
+    elif whole:
+        backward = (
+            layer + whole + gradients - layer // parts
+        )  # autograd's gradient; the last is not reduced yet
     elif parts > 1:
         # Autograd's gradient, its copy in the buffer, and one being reduced; the last is not reduced yet.
         backward = 3 * layer + gradients - layer // parts
@@ -120,7 +125,7 @@ def expected_peaks(stage: int, size: int, narrow: bool) -> dict[str, int]:
         "rest": weights + state,
         "forward": 2 * layer if sharded else 0,
         "backward": backward,
-        "step": gradients + scratch * LAYER // parts,
+        "step": gradients + max(whole, scratch * LAYER // parts),
         "after": weights + state,
     }
 
