@@ -42,6 +42,23 @@ def test_it_is_the_engines(cluster: Clusters, stage: int) -> None:
     assert all(cluster(2).run(same_body, stage=stage))
 
 
+def dropped_body(context: Context) -> bool:
+    engine, other = built(fresh(), 3), built(fresh(), 3)
+    with engine.no_sync():
+        language_loss(engine.module, 0, context.rank).backward()
+    engine.optimizer.zero_grad()
+    for each in (engine, other):
+        language_loss(each.module, 1, context.rank).backward()
+    names = [name for name, _ in engine.module.named_parameters()]
+    pairs = [(engine.full_gradient(name), other.full_gradient(name)) for name in names]
+    return all(a is b is None or (a is not None and b is not None and torch.equal(a, b)) for a, b in pairs)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_it_leaves_is_dropped_by_zero_grad(cluster: Clusters, size: int) -> None:
+    assert all(cluster(size).run(dropped_body))
+
+
 class Own(nn.Linear):
     """Has a no_sync of its own, as a wrapper around a model may."""
 

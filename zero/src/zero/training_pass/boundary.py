@@ -88,6 +88,9 @@ class Boundary:
             for parameter in self._parameters_of(optimizer):
                 self.held_gradients.zero(parameter)
             return
+        if optimizer is self.optimizer.optimizer:  # also what no_sync has left, of which ranks know their own
+            self.training_pass.zero_grad()
+            return
         self.held_gradients.drop(self._parameters_of(optimizer))
         if not any(have.used or have.locally_used for have in self.reducer.all):
             self.training_pass.zero_grad()
