@@ -4,14 +4,17 @@ named."""
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
 
 import zero
-from accelz.conformance.cluster import Cluster, Context
+from accelz.conformance.cluster import Cluster, Clusters, Context
 from tests.frameworks.lightning_modules import Module, loader, trainer_of
 from zero.integrations.lightning import ZeroStrategy
 
@@ -49,3 +52,25 @@ def test_a_rank_that_leaves_is_named(ranks: Cluster, case: str) -> None:
     assert stayed.status == "raised"
     assert "Error: " in stayed.error
     assert "rank 1" in stayed.error
+
+
+class Terminated(pl.Callback):
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def terminated_body(context: Context, folder: str) -> None:
+    """All ranks save and stop when they are told to, and others go on from there."""
+    first, callbacks = Module(), [Terminated(), OnExceptionCheckpoint(folder, "left")]
+    with pytest.raises(SystemExit):
+        trainer_of("zero", callbacks=callbacks, enable_checkpointing=True).fit(first, loader())
+    assert len(first.seen) == 3
+    second, trainer = Module(), trainer_of("zero")
+    trainer.fit(second, loader(), ckpt_path=f"{folder}/left.ckpt")
+    assert len(second.seen) == 7  # of ten steps in two epochs
+    assert trainer.strategy.engine.steps == 10
+
+
+def test_a_job_that_is_told_to_end_saves(cluster: Clusters, tmp_path: Path) -> None:
+    cluster(2).run(terminated_body, folder=str(tmp_path))
