@@ -111,6 +111,34 @@ def test_one_trainer_trains_again(cluster: Clusters, tmp_path: Path) -> None:
     assert furthest(found[0]["weights"], wanted[0]["weights"]) < 1e-6
 
 
+def test_a_deepspeed_file_takes_what_is_auto_from_the_arguments(cluster: Clusters, tmp_path: Path) -> None:
+    for found in cluster(2).run(runs.by_deepspeed_file, directory=str(tmp_path), bf16=False):
+        assert found["found"][:-1] == found["wanted"][:-1]
+        assert found["dtype"] == "torch.float32"
+
+
+def test_a_deepspeed_file_with_bf16_keeps_parameters_in_it(cluster: Clusters, tmp_path: Path) -> None:
+    for found in cluster(2).run(runs.by_deepspeed_file, directory=str(tmp_path), bf16=True):
+        assert_same_log(found["found"][:-1], found["wanted"][:-1], 3e-2)  # those of autocast, less exact
+        assert found["dtype"] == "torch.bfloat16"
+        assert found["precision"] == "bf16"
+
+
+def test_a_deepspeed_file_that_differs_from_the_arguments_is_refused(
+    cluster: Clusters, tmp_path: Path
+) -> None:
+    for told in cluster(2).run(runs.by_differing_file, directory=str(tmp_path)):
+        assert told.startswith("ConfigError: the DeepSpeed configuration and TrainingArguments differ")
+        for each in (
+            "'train_batch_size' is 16, not 4;",
+            "'bf16.enabled' is True, not False;",
+            "'optimizer.params.lr' is 0.0001;",
+            "'optimizer.type' is 'Lamb';",
+            "'scheduler.type' is 'WarmupLR'.",
+        ):
+            assert each in told
+
+
 TIMEOUT = 4.0
 
 

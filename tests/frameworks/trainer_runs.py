@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from functools import partial
 from pathlib import Path
@@ -30,6 +31,7 @@ def make_trainer(
     settings: dict[str, Any],
     model: Any = None,
     timeout: float = 60.0,
+    zero_config: Any = None,
 ) -> transformers.Trainer:
     """stage: None for transformers' own, with DistributedDataParallel. 26 rows are 7 batches on two ranks."""
     model = model or language_model()
@@ -53,7 +55,8 @@ def make_trainer(
     data = {"train_dataset": rows(26), "eval_dataset": rows(7, seed=2)}
     if stage is None:
         return transformers.Trainer(model, arguments, **data)
-    return Trainer(model, arguments, zero_config=Config(stage=stage, timeout=timeout), **data)
+    chosen = zero_config or Config(stage=stage, timeout=timeout)
+    return Trainer(model, arguments, zero_config=chosen, **data)
 
 
 def history(trainer: transformers.Trainer) -> list[dict[str, float]]:
@@ -162,4 +165,56 @@ def stopped_alone(context: Context, directory: str, timeout: float, fails: bool)
         trainer.train()
     except ZeroError as error:
         return str(error)
+    return ""
+
+
+AUTO = {
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "bf16": {"enabled": "auto"},
+    "fp16": {"enabled": "auto", "loss_scale": 0, "hysteresis": 2},
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}},
+    "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto", "warmup_num_steps": "auto"}},
+    "zero_optimization": {
+        "stage": 3,
+        "reduce_bucket_size": "auto",
+        "stage3_prefetch_bucket_size": "auto",
+        "stage3_param_persistence_threshold": "auto",
+    },
+}
+"""As in the guide of transformers."""
+
+
+def by_deepspeed_file(context: Context, directory: str, bf16: bool) -> dict[str, Any]:
+    begin_job(context)
+    settings = {"gradient_accumulation_steps": 3, "bf16": bf16}
+    trainer = make_trainer(3, directory, settings)
+    trainer.train()
+    file = Path(directory) / f"deepspeed-{context.rank}.json"
+    file.write_text(json.dumps(AUTO))
+    begin_job(context)
+    again = make_trainer(3, directory, settings, zero_config=file)
+    again.train()
+    return {
+        "wanted": history(trainer),
+        "found": history(again),
+        "precision": again.engine.config.precision,
+        "dtype": str(again.model.lm_head.weight.dtype),
+    }
+
+
+def by_differing_file(context: Context, directory: str) -> str:
+    begin_job(context)
+    given = AUTO | {
+        "train_batch_size": 16,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "Lamb", "params": {"lr": 1e-4}},
+        "scheduler": {"type": "WarmupLR", "params": {}},
+    }
+    try:
+        make_trainer(3, directory, {}, zero_config=given)
+    except ZeroError as error:
+        return f"{type(error).__name__}: {error}"
     return ""

@@ -10,6 +10,7 @@ DistributedDataParallel; a checkpoint's folder has an engine's checkpoint in pla
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from zero.config.training import Config
 from zero.engine import Engine
 from zero.errors import CheckpointError, ConfigError
 from zero.integrations.accelerate import Accelerator
+from zero.integrations.auto_values import config_of
 from zero.whole.gathered import gathered
 
 PRIVATE = (
@@ -38,8 +40,9 @@ _FOLDER = "zero"  # in a checkpoint's folder
 class TrainerMixin:
     """Put before a Trainer among the base classes: it trains with an engine.
 
-    zero_config: the engine's settings; `zero.Config()` where it is left out. Raises ConfigError for
-    arguments that exclude an engine.
+    zero_config: the engine's settings; `zero.Config()` where it is left out. Or a DeepSpeed configuration, a
+    dict or the path of a JSON file, whose "auto" values are those of TrainingArguments. Raises ConfigError
+    for arguments that exclude an engine.
     """
 
     accelerator: Any
@@ -48,13 +51,22 @@ class TrainerMixin:
     model: nn.Module
     state: Any
 
-    def __init__(self, *args: Any, zero_config: Config | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        zero_config: Config | Mapping[str, Any] | str | Path | None = None,
+        **kwargs: Any,
+    ) -> None:
         self.zero_config = zero_config
         super().__init__(*args, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make the accelerator one that shards."""
         super().create_accelerator_and_postprocess()  # type: ignore[misc]  # of the Trainer after this
+        if isinstance(self.zero_config, Mapping | str | Path):
+            self.zero_config = config_of(self.zero_config, self.args, self.accelerator.num_processes)
+            if self.zero_config.precision == "bf16":  # of the parameters, as in DeepSpeed, without autocast
+                self.accelerator.native_amp = False
         Accelerator.adopt(self.accelerator, self.zero_config)
         if self.args.save_on_each_node:
             raise ConfigError(
