@@ -111,6 +111,14 @@ def test_one_trainer_trains_again(cluster: Clusters, tmp_path: Path) -> None:
     assert furthest(found[0]["weights"], wanted[0]["weights"]) < 1e-6
 
 
+@pytest.mark.parametrize("adapter", [False, True])
+def test_ranks_may_generate_unequal_lengths(cluster: Clusters, tmp_path: Path, adapter: bool) -> None:
+    arguments = {"directory": str(tmp_path), "adapter": adapter}
+    found = cluster(2).run(runs.generated, stage=3, **arguments)
+    assert [len(row) for rank in found for row in rank] == [6, 11]
+    assert found == cluster(2).run(runs.generated, stage=None, **arguments)
+
+
 def test_a_deepspeed_file_takes_what_is_auto_from_the_arguments(cluster: Clusters, tmp_path: Path) -> None:
     for found in cluster(2).run(runs.by_deepspeed_file, directory=str(tmp_path), bf16=False):
         assert found["found"][:-1] == found["wanted"][:-1]

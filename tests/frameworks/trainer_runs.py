@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import peft
 import transformers
 from transformers import LlamaForCausalLM, TrainerCallback, TrainingArguments
 
@@ -218,3 +219,16 @@ def by_differing_file(context: Context, directory: str) -> str:
     except ZeroError as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def generated(context: Context, stage: int | None, directory: str, adapter: bool) -> list[list[int]]:
+    """What each rank's model writes after training, each rank another number of tokens."""
+    begin_job(context)
+    model = peft.get_peft_model(language_model(), peft.LoraConfig(r=4)) if adapter else language_model()
+    trainer = make_trainer(stage, directory, {"num_train_epochs": 1}, model)
+    trainer.train()
+    trainer.model.eval()
+    prompt = token_rows(1, length=4)
+    tokens = 2 + 5 * context.rank
+    settings = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False, "pad_token_id": 0}
+    return trainer.model.generate(input_ids=prompt, **settings).tolist()

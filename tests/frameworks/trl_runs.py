@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
-from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 import zero
 from accelz.conformance.cluster import Context
@@ -27,6 +27,10 @@ class SFT(TrainerMixin, SFTTrainer):
 
 class DPO(TrainerMixin, DPOTrainer):
     """With a reference model or without."""
+
+
+class GRPO(TrainerMixin, GRPOTrainer):
+    """Which generates as it trains."""
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -131,3 +135,26 @@ def preferred(context: Context, stage: int | None, directory: str, reference: st
     found = {"log": history(trainer), "weights": weights(trainer)}
     del engine  # which has lived as long as the reference was used
     return found
+
+
+def length_reward(completions: list[str], **kwargs: Any) -> list[float]:
+    """The shorter the better, and some words are better than others."""
+    return [sum(map(ord, each)) % 7 - len(each) / 10 for each in completions]
+
+
+def reinforced(context: Context, stage: int | None, directory: str) -> dict[str, Any]:
+    begin_job(context)
+    settings = {"num_generations": 2, "max_completion_length": 8, "beta": 0.0, "num_train_epochs": 1}
+    parts: dict[str, Any] = {
+        "model": language_model(),
+        "args": GRPOConfig(**usual(directory) | settings),
+        "train_dataset": preferences(8).select_columns(["prompt"]),
+        "processing_class": tokenizer(),
+        "reward_funcs": length_reward,
+    }
+    if stage is None:
+        trainer = GRPOTrainer(**parts)
+    else:
+        trainer = GRPO(**parts, zero_config=zero.Config(stage=stage, timeout=60.0))
+    trainer.train()
+    return {"log": history(trainer), "weights": weights(trainer)}

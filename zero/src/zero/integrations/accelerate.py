@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,8 @@ class Accelerator(accelerate.Accelerator):
             optimizers = self._take(model)
             engine = initialize(model, optimizers or None, self.zero_config)
             self._mark(engine, model, *optimizers)
+            if self.zero_config.stage == 3 and self.num_processes > 1 and hasattr(model, "generation_config"):
+                _generate_together(model)
         for model in self._models:
             known = self.engine_of(model)
             if known is not None and (optimizers := self._take(model)):
@@ -254,3 +257,9 @@ class Accelerator(accelerate.Accelerator):
 
 def _parameters(optimizer: Optimizer) -> set[nn.Parameter]:
     return {parameter for group in optimizer.param_groups for parameter in group["params"]}
+
+
+def _generate_together(model: Any) -> None:
+    """Let a model of Transformers, or of PEFT, go on making passes once its rank's outputs are complete, as
+    long as those of another rank are not."""
+    model.generate = partial(model.generate, synced_gpus=True)
