@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -106,11 +107,6 @@ def test_tiers() -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (
-            {"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}},
-            r"'optimizer.type', 'optimizer.params.lr': create it in the program",
-        ),
-        ({"scheduler": {"type": "WarmupLR"}}, r"'scheduler.type': create it in the program"),
         ({"torch_autocast": {"enabled": True}}, "under torch.autocast"),
         (
             {"zero_optimization": {"stage": 3, "zero_quantized_gradients": True}},
@@ -141,7 +137,8 @@ def test_tiers() -> None:
         ({"communication_data_type": "int4"}, "'int4', not one of fp32, fp16, bf16"),
         (
             {"train_batch_size": 10, "train_micro_batch_size_per_gpu": 4},
-            r"times a whole number of accumulation steps",
+            r"'train_batch_size' 10 and 'train_micro_batch_size_per_gpu' 4 do not fit 2 ranks: .* would fit: "
+            r"'train_batch_size': 8, 'train_micro_batch_size_per_gpu': 4, 'gradient_accumulation_steps': 1$",
         ),
         (
             {
@@ -149,7 +146,15 @@ def test_tiers() -> None:
                 "train_micro_batch_size_per_gpu": 4,
                 "gradient_accumulation_steps": 4,
             },
-            "16 is not .* 4 times 2 ranks times 4",
+            "'train_batch_size': 32, 'train_micro_batch_size_per_gpu': 4, 'gradient_accumulation_steps': 4$",
+        ),
+        (
+            {"train_batch_size": 7},
+            "'train_batch_size': 8, 'train_micro_batch_size_per_gpu': 4, .*_steps': 1$",
+        ),
+        (
+            {"train_batch_size": 63, "gradient_accumulation_steps": 4},
+            "'train_batch_size': 64, 'train_micro_batch_size_per_gpu': 8, 'gradient_accumulation_steps': 4$",
         ),
         ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, "set stage=3"),
         ({"zero_optimization": {"stage": 1, "zero_quantized_weights": True}}, "set stage=3"),
@@ -174,23 +179,36 @@ def test_auto_is_refused_only_where_its_value_would_count() -> None:
         stage=3, gradient_accumulation_steps=1
     )
     given["fp16"] = {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000}
-    given["optimizer"] = {"params": {"lr": "auto"}}
     with pytest.raises(zero.ConfigError) as caught:
         zero.from_deepspeed(given)
     problems = str(caught.value).partition(": ")[2]
     with pytest.raises(zero.ConfigError, match=r"'train_batch_size' is 'auto': write the value$"):
         zero.from_deepspeed({"train_batch_size": "auto"})
-    assert problems.startswith(
-        "'fp16.enabled' is 'auto': write the value; 'optimizer.params.lr': create it in"
-    )
+    assert problems == "'fp16.enabled' is 'auto': write the value"
     assert "loss_scale" not in problems
 
 
+def test_of_an_optimizer_and_a_schedule_it_says_who_builds_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
+        "scheduler": {"type": "WarmupLR"},
+        "gradient_clipping": 1.0,
+    }
+    with pytest.warns(UserWarning, match=r"leaves out 'optimizer' and 'scheduler' .*deepspeed\.initialize\("):
+        assert zero.from_deepspeed(given) == zero.Config(
+            stage=0, clip_norm=1.0, gradient_accumulation_steps=1
+        )
+    monkeypatch.setenv("RANK", "1")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        zero.from_deepspeed(given)
+
+
 def test_all_problems_are_told_at_once() -> None:
-    given = {"optimizer": {"type": "Adam"}, "curriculum_learning": {"enabled": True}, "fp16": "auto"}
+    given = {"comms_logger": {"enabled": True}, "curriculum_learning": {"enabled": True}, "fp16": "auto"}
     with pytest.raises(zero.ConfigError) as caught:
         zero.from_deepspeed(given)
-    for name in ("optimizer.type", "curriculum_learning.enabled", "fp16"):
+    for name in ("comms_logger.enabled", "curriculum_learning.enabled", "fp16"):
         assert repr(name) in str(caught.value)
 
 

@@ -1,7 +1,8 @@
 """Convert a DeepSpeed configuration to a `Config`: each key is taken over, or refused with a reason.
 
 Keys are those of DeepSpeed 0.19, by their path: "zero_optimization.stage". Only those in TUNING, which
-concern DeepSpeed's own buckets, buffers and prints, are ignored.
+concern DeepSpeed's own buckets, buffers and prints, are ignored. What describes no `Config` but an optimizer
+or a schedule is left out, with a warning; `zero.integrations.deepspeed` builds it.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from accelz import HOST
 from zero.config.offload import Offload
 from zero.config.paths import as_path
 from zero.config.training import Config
 from zero.errors import ConfigError
+from zero.warning import warn
 
 T = TypeVar("T", bool, int, float, str)
 _TUNING = {  # by section
@@ -53,9 +55,6 @@ SCALING = {
 }
 """How the engine's loss scale changes, if it is not fixed."""
 HINTS = {
-    "optimizer": "create it in the program, e.g. torch.optim.AdamW(model.parameters(), lr=1e-4), and pass it "
-    "to zero.initialize",
-    "scheduler": "create it in the program, from torch.optim.lr_scheduler",
     "seed": "call torch.manual_seed in the program",
     **dict.fromkeys(
         ("comms_logger", "csv_monitor", "flops_profiler", "tensorboard", "wandb"),
@@ -73,25 +72,56 @@ HINTS = {
     "fp16.min_loss_scale": "the loss scale goes down to 2**-24; remove it",
 }
 DTYPES = {"fp32": "fp32", "fp16": "fp16", "bf16": "bf16", "bfp16": "bf16"}
+_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 TIERS = {"none": "device", HOST.type: "host", "nvme": "disk"}
+BUILT = ("optimizer", "scheduler")
+"""Sections that describe objects, not settings."""
+
+
+class BatchSizes(NamedTuple):
+    """Samples in an optimizer step of all ranks; in a micro-batch of one rank; micro-batches in a step.
+
+    None for a number that the configuration does not determine.
+    """
+
+    train: int | None
+    micro: int | None
+    accumulation: int
 
 
 def from_deepspeed(source: Mapping[str, Any] | str | Path, world_size: int | None = None) -> Config:
     """Return the `Config` for a DeepSpeed configuration, given as a dict or the path of a JSON file.
 
+    Only the `Config`: the sections "optimizer" and "scheduler" are left out, and rank 0 warns of it, because
+    a program has to create both itself, before it calls `zero.initialize`.
+    `zero.integrations.deepspeed.initialize` takes the whole configuration and builds them, with DeepSpeed's
+    values.
+
     world_size: ranks of the job, to derive the accumulation steps from batch sizes; None: the number that
     torchrun sets, else 1. Raises ConfigError, with all problems in one message, for a file that is not a
-    configuration, for values that another program is to fill in ("auto"), and for keys without a counterpart.
+    configuration, for values that another program is to fill in ("auto"), for keys without a counterpart, and
+    for batch sizes that do not fit each other.
     """
-    leaves = _Leaves(_read(source))
+    given = read(source)
+    left_out = [repr(section) for section in BUILT if given.get(section)]
+    config, _ = convert({key: given[key] for key in given if key not in BUILT}, world_size)
+    if left_out:
+        warn(_LEFT_OUT.format(" and ".join(left_out)), rank=int(os.environ.get("RANK") or "0"))
+    return config
+
+
+def convert(given: Mapping[str, Any], world_size: int | None) -> tuple[Config, BatchSizes]:
+    """Convert a configuration without the sections in BUILT; see `from_deepspeed`."""
+    leaves = _Leaves(given)
     ranks = int(os.environ.get("WORLD_SIZE") or "1") if world_size is None else world_size
     if ranks < 1:
         raise ConfigError(f"world_size={ranks}: a job has at least 1 rank")
     zero = "zero_optimization."
+    sizes = _batch_sizes(leaves, ranks)
     values = {
         "stage": leaves.take(zero + "stage", 0),
-        "gradient_accumulation_steps": _accumulation(leaves, ranks),
+        "gradient_accumulation_steps": sizes.accumulation,
         "clip_norm": leaves.take("gradient_clipping", 0.0) or None,
         "reduce_dtype": leaves.choose("communication_data_type", DTYPES),
         "gather_dtype": "int8" if leaves.take(zero + "zero_quantized_weights", False) else None,
@@ -102,7 +132,7 @@ def from_deepspeed(source: Mapping[str, Any] | str | Path, world_size: int | Non
         **_precision(leaves),
     }
     leaves.refuse_the_rest()
-    return Config(**values)
+    return Config(**values), sizes
 
 
 class _Leaves:
@@ -171,7 +201,8 @@ class _Leaves:
         return f"unknown; did you mean {near[0]!r}?" if near else "no counterpart; remove it"
 
 
-def _read(source: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
+def read(source: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
+    """Return a configuration, which is given as it is or as a file. Raises ConfigError for anything else."""
     if isinstance(source, Mapping):
         return source
     try:
@@ -198,21 +229,22 @@ def _flatten(given: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield f"{prefix}{key}", value
 
 
-def _accumulation(leaves: _Leaves, ranks: int) -> int:
-    """Take the micro-batches per step, computed from the batch sizes if need be."""
-    total, micro, steps = (
-        leaves.count(path)
-        for path in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    )
-    if not (total and micro):
-        return steps or 1
-    found = total // (micro * ranks)
-    if found * micro * ranks != total or steps not in (0, found):
+def _batch_sizes(leaves: _Leaves, ranks: int) -> BatchSizes:
+    """Take the batch sizes; what is not given follows from the rest, as in DeepSpeed."""
+    train, micro, steps = (leaves.count(name) for name in _SIZES)
+    if not train:
+        return BatchSizes((micro * ranks * (steps or 1)) or None, micro or None, steps or 1)
+    fitting_steps = steps or (max(1, round(train / (micro * ranks))) if micro else 1)
+    fitting_micro = micro or max(1, round(train / (fitting_steps * ranks)))
+    fitting = (fitting_micro * fitting_steps * ranks, fitting_micro, fitting_steps)
+    if fitting[0] != train:
+        said = [f"{name!r} {size}" for name, size in zip(_SIZES, (train, micro, steps), strict=True) if size]
+        would = ", ".join(f"{name!r}: {size}" for name, size in zip(_SIZES, fitting, strict=True))
         leaves.problem(
-            f"'train_batch_size' {total} is not 'train_micro_batch_size_per_gpu' {micro} times {ranks} ranks "
-            f"times {steps or 'a whole number of'} accumulation steps"
+            f"{' and '.join(said)} do not fit {ranks} ranks: {_SIZES[0]!r} must be {_SIZES[1]!r} times ranks "
+            f"times {_SIZES[2]!r}. This would fit: {would}"
         )
-    return max(found, 1)
+    return BatchSizes(*fitting)
 
 
 def _shard_ranks(leaves: _Leaves, zero: str) -> int | None:
@@ -248,3 +280,11 @@ def _offload(leaves: _Leaves, zero: str) -> Offload | None:
         return None
     parts = {"optimizer": fraction} if optimizer != "device" and fraction != 1 else {}
     return Offload(optimizer=optimizer, params=params, fraction=parts, path=next(iter(wanted), None))  # type: ignore[arg-type]
+
+
+_LEFT_OUT = (
+    "zero.from_deepspeed returns settings only and leaves out {} of the DeepSpeed configuration: create what "
+    "is described there in the program, e.g. torch.optim.AdamW(model.parameters(), lr=1e-4), and pass the "
+    "optimizer to zero.initialize; or have zero.integrations.deepspeed.initialize(model=..., config=...) "
+    "build both"
+)
