@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
+from tests.zero.helpers.loops import train_on
 from tests.zero.helpers.models import device_of
 from tests.zero.helpers.small_saves import contents
 from tests.zero.helpers.told import Heard
@@ -73,8 +74,7 @@ def train(engine: zero.Engine, context: Context, steps: int = 1) -> list[float]:
         x = torch.randn(4, WIDTH, generator=generator).to(device_of(engine.module))
         loss = engine(x).square().mean()
         losses.append(loss.item())
-        engine.backward(loss)
-        engine.step()
+        train_on(engine, loss)
     return losses
 
 

@@ -15,6 +15,7 @@ import zero
 from accelz.conformance.cluster import Cluster, Clusters, Context
 from tests.zero.helpers.counting import CountingStorage
 from tests.zero.helpers.fingerprint import Fingerprint, _digest, fingerprint
+from tests.zero.helpers.loops import train_on
 from tests.zero.helpers.models import LanguageModel, device_of, tokens
 from tests.zero.helpers.resumed_job import OPTIMIZERS, Job
 from tests.zero.helpers.saving import save_body
@@ -220,8 +221,7 @@ def folded_body(context: Context, path: str, save: bool, last: bool, frozen: boo
     generator = torch.Generator().manual_seed(1)
     for _ in range(2):
         x = torch.randn(2, 5, 6, 6, generator=generator).to(device_of(model))
-        engine.backward(model(x))
-        engine.step()
+        train_on(engine, model(x))
     if save:
         engine.save_checkpoint(path)
     else:
@@ -293,8 +293,7 @@ def refused_body(context: Context, path: str) -> dict[str, str]:
 
 
 def _stepped(engine: zero.Engine) -> zero.Engine:
-    engine.backward(engine(tokens(0, 0, engine.module))["loss"])
-    engine.step()
+    train_on(engine, engine(tokens(0, 0, engine.module))["loss"])
     return engine
 
 

@@ -17,6 +17,7 @@ from safetensors import safe_open
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
+from tests.zero.helpers.loops import train_on
 from tests.zero.helpers.models import LanguageModel, fresh, language_loss
 from tests.zero.helpers.saving import BrokenStorage, engine_of, train
 from tests.zero.helpers.told import raised
@@ -127,8 +128,7 @@ def test_errors_reach_every_rank_and_leave_what_was_there(cluster: Clusters, tmp
 
 def micro_batch_body(context: Context, runs: str) -> str:
     engine = engine_of(context, gradient_accumulation_steps=2)
-    engine.backward(language_loss(engine.module, 0, context.rank))
-    engine.step()
+    train_on(engine, language_loss(engine.module, 0, context.rank))
     message = raised(lambda: engine.save_checkpoint(Path(runs, "c")))
     engine.zero_grad()
     engine.save_checkpoint(Path(runs, "c"))

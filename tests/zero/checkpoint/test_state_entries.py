@@ -14,6 +14,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
+from tests.zero.helpers.loops import train_on
 from tests.zero.helpers.models import device_of
 from tests.zero.helpers.training import adamw
 from zero.checkpoint.group_match import match_groups
@@ -35,8 +36,7 @@ def engine_of(model: nn.Module, **settings: Any) -> zero.Engine:
 
 
 def step(engine: zero.Engine) -> None:
-    engine.backward(engine(torch.ones(2, 8, device=device_of(engine.module))).square().mean())
-    engine.step()
+    train_on(engine, engine(torch.ones(2, 8, device=device_of(engine.module))).square().mean())
 
 
 def doubled(state: dict[str, Tensor]) -> dict[str, Tensor]:

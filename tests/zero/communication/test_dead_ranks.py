@@ -15,6 +15,7 @@ import torch
 import zero
 from accelz.conformance.cluster import Clusters, Context
 from tests.zero.helpers.failing import TIMEOUT, Ranks, Reordered
+from tests.zero.helpers.loops import train_on
 from tests.zero.helpers.models import features
 from tests.zero.helpers.paths import STRAIGHT, decaying, fresh, straight
 from tests.zero.helpers.told import Heard
@@ -25,8 +26,7 @@ def dying_body(context: Context, when: str, shard_ranks: int | None = None) -> t
     model = fresh()
     config = zero.Config(timeout=TIMEOUT, shard_ranks=shard_ranks)
     engine = zero.initialize(model, decaying(model), config)
-    engine.backward(straight(model, 0, context.rank))
-    engine.step()
+    train_on(engine, straight(model, 0, context.rank))
     if context.rank == 1 and when == "forward":
         model.blocks[2].register_forward_pre_hook(lambda *_: os._exit(7))
     if context.rank == (1 if shard_ranks is None else 2) and when == "backward":
@@ -36,8 +36,7 @@ def dying_body(context: Context, when: str, shard_ranks: int | None = None) -> t
         return "", "", 0.0
     start = time.monotonic()
     try:
-        engine.backward(straight(model, 1, context.rank))
-        engine.step()
+        train_on(engine, straight(model, 1, context.rank))
     except zero.CommunicationError as error:
         seconds = time.monotonic() - start
         context.group.store.set(f"noticed/{context.rank}", "")
@@ -79,8 +78,7 @@ def long_wait_body(context: Context, path: tuple[int, ...]) -> tuple[list[str], 
         time.sleep(1.3 * TIMEOUT)
     start = time.monotonic()
     try:
-        engine.backward(model(features(0, context.rank, model), mine).loss)
-        engine.step()
+        train_on(engine, model(features(0, context.rank, model), mine).loss)
     except zero.ZeroError as raised:
         error = str(raised)
     return heard.texts, error, time.monotonic() - start

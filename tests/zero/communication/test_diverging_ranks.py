@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import zero
 from accelz.conformance.cluster import Clusters, Context
 from tests.zero.helpers.failing import TIMEOUT, Ranks, Reordered
+from tests.zero.helpers.loops import train_on
 from tests.zero.helpers.models import Stack, features
 from tests.zero.helpers.own_bytes import bytes_of_its_own
 from tests.zero.helpers.paths import STRAIGHT, decaying, fresh, straight
@@ -25,8 +26,7 @@ def diverging_body(context: Context, path: tuple[int, ...]) -> tuple[str, str, f
     mine = path if context.rank == 1 else STRAIGHT
     start = time.monotonic()
     try:
-        engine.backward(model(features(0, context.rank, model), mine).loss)
-        engine.step()
+        train_on(engine, model(features(0, context.rank, model), mine).loss)
     except zero.ZeroError as error:
         return type(error).__name__, str(error), time.monotonic() - start
     return "", "", 0.0
@@ -216,8 +216,7 @@ def uneven_evaluation_body(context: Context) -> None:
     with torch.no_grad(), zero.gathered(model):
         for _ in range(1 + 2 * context.rank):
             engine(x)
-    engine.backward(engine(x).sum())
-    engine.step()
+    train_on(engine, engine(x).sum())
 
 
 def test_ranks_may_evaluate_differently_often_inside_gathered(cluster: Clusters) -> None:

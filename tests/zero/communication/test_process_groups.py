@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
+from tests.zero.helpers.loops import train_on
 from tests.zero.helpers.models import fresh, language_loss
 from tests.zero.helpers.training import Run, adamw, same_bits, train_zero
 
@@ -62,8 +63,7 @@ def crossing_body(context: Context, path: str) -> dict[str, list[float]]:
     for step in range(STEPS):
         for name, engine in engines.items():
             loss = language_loss(engine.module, step, engine.rank)
-            engine.backward(loss)
-            engine.step()
+            train_on(engine, loss)
             losses[name].append(loss.item())
             if step == 1:
                 place = Path(path, f"{name} of {min(dist.get_process_group_ranks(mesh.get_group(name)))}")

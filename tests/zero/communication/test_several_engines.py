@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import zero
 from accelz.conformance.cluster import Cluster, Clusters, Context
+from tests.zero.helpers.loops import train_on
 from tests.zero.helpers.models import device_of
 from tests.zero.helpers.training import adamw
 
@@ -41,8 +42,7 @@ def evaluate(engine: zero.Engine) -> None:
 
 
 def train(engine: zero.Engine) -> None:
-    engine.backward(engine(batch(engine)).square().mean())
-    engine.step()
+    train_on(engine, engine(batch(engine)).square().mean())
 
 
 def read(engine: zero.Engine) -> None:

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 import zero
 from accelz.conformance.cluster import Clusters, Context
 from tests.zero.helpers.compiled_models import WIDTH, Transformer, tokens
+from tests.zero.helpers.loops import train_on
 from tests.zero.helpers.models import device_of
 from tests.zero.helpers.training import adamw
 
@@ -50,8 +51,7 @@ def batch(engine: zero.Engine, step: int) -> Tensor:
 
 def train(engine: zero.Engine, step: int) -> float:
     loss = engine(batch(engine, step))
-    engine.backward(loss)
-    engine.step()
+    train_on(engine, loss)
     return float(loss)
 
 
@@ -108,8 +108,7 @@ def between_body(context: Context, path: str, compile: zero.Compile | None, stag
         engine.reload_states()
         loss = engine(batch(engine, step))
         go(engine)
-        engine.backward(loss)
-        engine.step()
+        train_on(engine, loss)
         found["losses"].append(float(loss))
     return found
 
@@ -151,8 +150,7 @@ def saved_body(context: Context, stage: int) -> dict[str, Any]:
             else:
                 with hooks():
                     loss = engine(batch(engine, step))
-            engine.backward(loss)
-            engine.step()
+            train_on(engine, loss)
             found[name].append(float(loss))
     sizes = {parameter.numel() for parameter in engine.module.parameters()}
     return found | {"seen": set(seen), "sizes": sizes, "mode": engine.explain().mode}

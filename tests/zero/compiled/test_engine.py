@@ -15,6 +15,7 @@ import accelz
 import zero
 from accelz.conformance.cluster import Clusters, Context
 from tests.zero.helpers.compiled_models import FAULTS, WIDTH, Watched, Writing, fresh, tokens
+from tests.zero.helpers.loops import train_on
 from tests.zero.helpers.models import device_of
 from tests.zero.helpers.training import adamw, collected, living
 
@@ -30,8 +31,7 @@ def step(engine: zero.Engine, number: int, autocast: bool = False) -> float:
     device = device_of(engine.module).type
     with torch.autocast(device, torch.bfloat16, enabled=autocast):
         loss = engine(tokens(number, engine.rank, engine.module))
-    engine.backward(loss)
-    engine.step()
+    train_on(engine, loss)
     return loss.item()
 
 
@@ -139,8 +139,7 @@ def exceptions_body(context: Context) -> dict[str, Any]:
 
     def train() -> float:
         loss = engine(x)
-        engine.backward(loss)
-        engine.step()
+        train_on(engine, loss)
         return loss.item()
 
     train()

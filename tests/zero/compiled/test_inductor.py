@@ -17,6 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import zero
 from accelz.conformance.cluster import Clusters, Context
 from tests.zero.helpers.compiled_models import WIDTH, fresh, tokens
+from tests.zero.helpers.loops import train_on
 from tests.zero.helpers.models import device_of
 from tests.zero.helpers.own_bytes import bytes_of_its_own
 from tests.zero.helpers.training import adamw, scaled_error
@@ -34,8 +35,7 @@ def train(context: Context, compile: zero.Compile, autocast: bool) -> dict[str, 
         engine.traffic.clear()
         with torch.autocast(device_of(model).type, torch.bfloat16, enabled=autocast):
             loss = engine(tokens(step, context.rank, model))
-        engine.backward(loss)
-        engine.step()
+        train_on(engine, loss)
         losses.append(loss.item())
         nbytes = dict(engine.traffic.bytes)
     if not autocast:  # outside of it, the same evaluation
@@ -86,8 +86,7 @@ def kept_body(context: Context) -> list[int]:
             engine = zero.initialize(model, adamw(model), config)
             for _ in range(2):
                 engine.traffic.clear()
-                engine.backward(engine(torch.ones(4, 32, device=device_of(model))).square().mean())
-                engine.step()
+                train_on(engine, engine(torch.ones(4, 32, device=device_of(model))).square().mean())
             found.append(engine.traffic.bytes["all_gather"])
     return found
 
@@ -179,8 +178,7 @@ def recomputing_body(context: Context) -> dict[str, tuple[float, str]]:
             for step in range(3):
                 x = torch.randn(2, 8, WIDTH, generator=torch.Generator().manual_seed(2 * step + context.rank))
                 loss = engine(x.to(device_of(model)).requires_grad_())
-                engine.backward(loss)
-                engine.step()
+                train_on(engine, loss)
                 losses[compile].append(loss.item())
         found[name] = scaled_error(losses[True], losses[False]), engine.explain().mode
     return found
@@ -243,8 +241,7 @@ def train_uncompiled(context: Context, compile: zero.Compile, broken: bool) -> t
     torch.manual_seed(5 + context.rank)
     for step in range(3):
         loss = engine(torch.full((2, 4, WIDTH), 0.1 * (step + 1), device=device_of(model)))
-        engine.backward(loss)
-        engine.step()
+        train_on(engine, loss)
         losses.append(loss.item())
     return losses, engine.explain().mode, engine.explain().not_generated
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import zero
 from accelz.conformance.cluster import Clusters, Context
 from tests.zero.helpers.compiled_models import FAULTS, WIDTH, Transformer, Watched, tokens
+from tests.zero.helpers.loops import train_on
 from tests.zero.helpers.models import device_of
 from tests.zero.helpers.optimizers import lion
 from tests.zero.helpers.training import adamw, collected
@@ -159,8 +160,7 @@ def think_twice(engine: zero.Engine) -> None:
 def two_in_one(engine: zero.Engine) -> None:
     """Two graphs, which share all parameters, under one backward."""
     parts = [engine(tokens(n, engine.rank, engine.module, LENGTH)) for n in (53, 54)]
-    engine.backward(parts[0] + parts[1])
-    engine.step()
+    train_on(engine, parts[0] + parts[1])
 
 
 def other_lengths(engine: zero.Engine) -> None:
@@ -256,8 +256,7 @@ def exceptions_body(context: Context) -> dict[str, Any]:
     x = torch.ones(1 << 10, WIDTH, device=device_of(engines[0].module))
 
     def train(engine: zero.Engine) -> None:
-        engine.backward(engine(x))
-        engine.step()
+        train_on(engine, engine(x))
 
     held = []
     for engine in engines:
@@ -310,16 +309,14 @@ def peak(engine: zero.Engine, length: int) -> dict[str, Any]:
     memory, device = engine.accelerator.memory, engine.accelerator.device
     x = tokens(2, engine.rank, engine.module, length).to(device)
     for _ in range(2):
-        engine.backward(engine(x))
-        engine.step()
+        train_on(engine, engine(x))
     stayed = there(engine)
     loss = engine(x)
     sent = there(engine)
     del loss
     gc.collect()
     rest = memory.stats().allocated - x.nbytes
-    engine.backward(engine(x))
-    engine.step()
+    train_on(engine, engine(x))
     memory.reset_peak()
     loss = engine(x)
     engine.backward(loss)

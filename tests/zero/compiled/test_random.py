@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
+from tests.zero.helpers.loops import train_on
 from tests.zero.helpers.training import adamw
 
 WIDTH, STEPS = 32, 4
@@ -77,8 +78,7 @@ def losses(context: Context, stage: int | None) -> list[float]:
             optimizer.step()
             optimizer.zero_grad()
         else:
-            engine.backward(loss)
-            engine.step()
+            train_on(engine, loss)
         found.append(loss.item())
     return found
 

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import zero
 from accelz.conformance.cluster import Clusters, Context
 from tests.zero.helpers.compiled_models import fresh, tokens
+from tests.zero.helpers.loops import train_on
 from tests.zero.helpers.models import LanguageModel, device_of
 from tests.zero.helpers.models import tokens as small_tokens
 from tests.zero.helpers.training import adamw, relative_error, same_bits, train_zero
@@ -352,8 +353,7 @@ def compiled_outside_body(context: Context) -> dict[str, Any]:
         losses = []
         for step in range(STEPS):
             loss = doubled(tokens(step, context.rank, model))
-            engine.backward(loss)
-            engine.step()
+            train_on(engine, loss)
             losses.append(loss.item())
         found["compiled" if compile else "eager"] = losses
     return found | {"mode": engine.explain().mode}

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
+from tests.zero.helpers.loops import train_on
 from tests.zero.helpers.models import (
     device_of,
     fresh,
@@ -64,8 +65,7 @@ def mixed_dtypes_body(context: Context) -> dict[str, Any]:
     for step in range(3):
         x = torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(step)).to(device_of(model))
         loss = model(x)
-        engine.backward(loss)
-        engine.step()
+        train_on(engine, loss)
         losses.append(loss.item())
     with zero.gathered(model):
         strided = model.convolution.weight.is_contiguous(memory_format=torch.channels_last)
@@ -108,8 +108,7 @@ def two_engines_body(context: Context) -> bool:
     for step in range(4):
         losses = [m(tokens(step, context.rank, m))["loss"] for m in models]
         for engine, loss, record in zip(engines, losses, together, strict=True):
-            engine.backward(loss)
-            engine.step()
+            train_on(engine, loss)
             record.append(loss.item())
     return together == alone
 

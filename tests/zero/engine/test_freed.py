@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
+from tests.zero.helpers.loops import train_on
 from tests.zero.helpers.models import device_of
 from tests.zero.helpers.training import adamw
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
@@ -49,8 +50,7 @@ def trained(config: zero.Config, optimizer: Callable[[nn.Module], torch.optim.Op
     model = layers()
     engine = zero.initialize(model, optimizer(model), config)
     for _ in range(2):
-        engine.backward(engine(torch.ones(2, WIDTH, device=device_of(model))).square().mean())
-        engine.step()
+        train_on(engine, engine(torch.ones(2, WIDTH, device=device_of(model))).square().mean())
     return engine
 
 

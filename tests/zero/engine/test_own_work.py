@@ -22,6 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import zero
 from accelz import Accelerator
 from accelz.conformance.cluster import Clusters, Context
+from tests.zero.helpers.loops import train_on
 from tests.zero.helpers.training import adamw
 from tests.zero.helpers.ways import WIDTH, averaged, batch, chain, plain
 
@@ -142,8 +143,7 @@ def cast_body(context: Context, settings: dict[str, Any], autocast: bool) -> lis
     for _ in range(4):
         with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
             loss = target(TRANSFORMS["jvp"], model, x) + flow(model, x)
-        engine.backward(loss.float())
-        engine.step()
+        train_on(engine, loss.float())
         losses.append(loss.item())
     return losses
 

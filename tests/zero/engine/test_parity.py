@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
+from tests.zero.helpers.loops import train_on
 from tests.zero.helpers.models import fresh, language_loss
 from tests.zero.helpers.optimizers import plain_sgd, sgd
 from tests.zero.helpers.training import (
@@ -155,8 +156,7 @@ def narrow_body(context: Context) -> dict[str, bool]:
             config = zero.Config(stage=stage, precision="bf16", timeout=20)  # type: ignore[arg-type]
             engine = zero.initialize(model, adagrad(model), config)
             for step in range(4):
-                engine.backward(language_loss(model, step, context.rank))
-                engine.step()
+                train_on(engine, language_loss(model, step, context.rank))
             engines.append(engine)
         wide, narrow = (engine.full_optimizer_state("blocks.0.up.weight")["sum"] for engine in engines)
         masters = (Run(state=engine.state_dict(master=True)) for engine in engines)
@@ -180,8 +180,7 @@ def mixed_optimizers_body(context: Context) -> dict[str, tuple[float, bool]]:
             losses = []
             for step in range(4):
                 value = language_loss(model, step, context.rank)
-                engine.backward(value)
-                engine.step()
+                train_on(engine, value)
                 losses.append(value.item())
             groups = [group for unit in engine.units for group in unit.groups]
             follow = all(torch.equal(g.shard, g.widest.to(g.dtype)) for g in groups)

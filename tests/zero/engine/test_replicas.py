@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
+from tests.zero.helpers.loops import train_on
 from tests.zero.helpers.models import LanguageModel, Stack, fresh, language_loss
 from tests.zero.helpers.optimizers import sgd
 from tests.zero.helpers.paths import decaying, straight
@@ -124,8 +125,7 @@ def narrow_body(context: Context, folder: str) -> dict[str, tuple[float, bool]]:
         losses = []
         for step in range(STEPS):
             value = language_loss(model, step, context.rank)
-            engine.backward(value)
-            engine.step()
+            train_on(engine, value)
             losses.append(value.item())
         found[name] = relative_error(losses, one.losses), is_equal_on_all_copies(engine)
     return found
@@ -240,8 +240,7 @@ def overflow_body(context: Context) -> list[tuple[float, bool]]:
     for step in range(3):
         before = [shard.clone() for shard in shards_of(engine)]
         loss = language_loss(model, step, context.rank)
-        engine.backward(loss * (float("inf") if step == 1 and context.rank == 3 else 1e-2))
-        engine.step()
+        train_on(engine, loss * (float("inf") if step == 1 and context.rank == 3 else 1e-2))
         changed = any(not torch.equal(a, b) for a, b in zip(before, shards_of(engine), strict=True))
         assert engine.loss_scale is not None
         found.append((float(engine.loss_scale), changed))
@@ -292,8 +291,7 @@ def steps_on(engine: zero.Engine, context: Context, steps: range) -> list[float]
     losses = []
     for step in steps:
         loss = language_loss(engine.module, step, context.rank)
-        engine.backward(loss)
-        engine.step()
+        train_on(engine, loss)
         losses.append(loss.item())
     return losses
 

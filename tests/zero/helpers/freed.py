@@ -8,6 +8,7 @@ from typing import Any
 
 import zero
 from accelz.conformance.cluster import Context
+from tests.zero.helpers.loops import train_on
 from tests.zero.helpers.models import fresh as language_model
 from tests.zero.helpers.models import language_loss
 from tests.zero.helpers.training import adamw, collected
@@ -16,8 +17,7 @@ from tests.zero.helpers.training import adamw, collected
 def trained_once(context: Context, settings: dict[str, Any]) -> weakref.ref[zero.Engine]:
     model = language_model()
     engine = zero.initialize(model, adamw(model), zero.Config(timeout=20, **settings))
-    engine.backward(language_loss(model, 0, context.rank))
-    engine.step()
+    train_on(engine, language_loss(model, 0, context.rank))
     return weakref.ref(engine)
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import zero
+from tests.zero.helpers.loops import train_on
 
 WIDTH, LAYERS, BATCH = 128, 8, 64
 
@@ -28,6 +29,5 @@ def one_step(engine: zero.Engine, step: int, batch: int = BATCH, scale: float = 
     generator = torch.Generator().manual_seed(100 * step + engine.rank)
     x = (scale * torch.randn(batch, WIDTH, generator=generator)).to(engine.accelerator.device)
     loss = engine(x).float().square().mean()
-    engine.backward(loss)
-    engine.step()
+    train_on(engine, loss)
     return loss.item()

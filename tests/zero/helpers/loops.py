@@ -12,6 +12,21 @@ from torch.optim import Optimizer
 import zero
 
 
+def in_plain_loop() -> bool:
+    return os.environ.get("ZERO_TEST_LOOP") == "plain"
+
+
+def train_on(engine: zero.Engine, loss: Tensor) -> None:
+    """A micro-batch, and a step where it is due. Engines that count or scale losses keep their own loop."""
+    if in_plain_loop() and engine.config.gradient_accumulation_steps is None and engine.loss_scale is None:
+        loss.backward()
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+    else:
+        engine.backward(loss)
+        engine.step()
+
+
 class Training:
     """An engine, and how it is trained. With a loss scale, even the plain loop has the engine's backward."""
 
@@ -22,7 +37,7 @@ class Training:
         config: zero.Config,
         process_group: Any = None,
     ) -> None:
-        self.plain = os.environ.get("ZERO_TEST_LOOP") == "plain"
+        self.plain = in_plain_loop()
         self._window = config.gradient_accumulation_steps or 1
         self._scaled = config.loss_scale is not None
         self._optimizers = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]

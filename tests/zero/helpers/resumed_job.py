@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 import zero
 from accelz.conformance.cluster import Context
+from tests.zero.helpers.loops import train_on
 from tests.zero.helpers.models import LanguageModel, tokens
 from tests.zero.helpers.training import adamw
 
@@ -80,8 +81,7 @@ class Job:
             batch = tokens(seed, self.rank, self.model)
             noise = torch.rand(()).item() + torch.rand((), device=batch.device).item()
             loss = self.model(batch)["loss"] * (1 + noise)
-            self.engine.backward(loss)
-            self.engine.step()
+            train_on(self.engine, loss)
             self.scheduler.step()
             losses.append(loss.item())
         return losses

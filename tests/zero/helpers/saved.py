@@ -11,6 +11,7 @@ from torch import Tensor
 
 import zero
 from accelz.conformance.cluster import Context
+from tests.zero.helpers.loops import train_on
 from tests.zero.helpers.models import LanguageModel, tokens
 from tests.zero.helpers.training import adamw
 
@@ -24,8 +25,7 @@ def save(context: Context, folder: str, precision: str, stage: int = 3) -> None:
     config = zero.Config(stage=stage, precision=precision, timeout=10)  # type: ignore[arg-type]
     engine = zero.initialize(model, adamw(model), config)
     for step in range(3):
-        engine.backward(model(tokens(step, context.rank, model))["loss"])
-        engine.step()
+        train_on(engine, model(tokens(step, context.rank, model))["loss"])
     engine.save_checkpoint(Path(folder) / "checkpoint")
     for master in (True, False):
         state = engine.state_dict(master=master)

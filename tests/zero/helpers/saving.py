@@ -10,6 +10,7 @@ from typing import Any
 import zero
 from accelz.conformance.cluster import Context
 from tests.zero.helpers.fingerprint import Fingerprint, fingerprint
+from tests.zero.helpers.loops import train_on
 from tests.zero.helpers.models import fresh, language_loss
 from tests.zero.helpers.resumed_job import Job
 from tests.zero.helpers.training import adamw
@@ -23,8 +24,7 @@ def engine_of(context: Context, **settings: Any) -> zero.Engine:
 
 def train(engine: zero.Engine, context: Context, steps: int = 1) -> None:
     for _ in range(steps):
-        engine.backward(language_loss(engine.module, engine.steps, context.rank))
-        engine.step()
+        train_on(engine, language_loss(engine.module, engine.steps, context.rank))
 
 
 class BrokenStorage(Storage):

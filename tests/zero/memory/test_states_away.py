@@ -16,6 +16,7 @@ from torch import Tensor
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
+from tests.zero.helpers.loops import train_on
 from tests.zero.helpers.models import fresh, language_loss
 from tests.zero.helpers.optimizers import adagrad
 from tests.zero.helpers.training import Run, adamw, collect_all, collected, same_bits
@@ -37,8 +38,7 @@ def train(context: Context, away: bool, path: str, optimizer: Any = adamw, **set
     run = Run()
     for step in range(4):
         loss = language_loss(model, step, context.rank)
-        engine.backward(loss)
-        engine.step()
+        train_on(engine, loss)
         run.losses.append(loss.item())
         del loss
         if away and step == 1:
@@ -92,16 +92,14 @@ def evaluated_body(context: Context, path: str) -> dict[str, bool]:
             config = zero.Config(stage=stage, precision=precision, timeout=20)  # type: ignore[arg-type]
             engine = zero.initialize(model := fresh(), optimizer(model), config)
             for step in range(2):
-                engine.backward(language_loss(model, step, context.rank))
-                engine.step()
+                train_on(engine, language_loss(model, step, context.rank))
                 with mode():
                     engine.offload_states()
                     engine.reload_states()
             with mode():
                 engine.save_checkpoint(Path(path, "evaluated"))
                 engine.load_checkpoint(Path(path, "evaluated"))
-            engine.backward(language_loss(model, 2, context.rank))
-            engine.step()
+            train_on(engine, language_loss(model, 2, context.rank))
             runs.append(Run(state=engine.state_dict(master=True)))
         found[f"stage {stage} {precision}"] = same_bits(*runs)
     return found
@@ -242,8 +240,7 @@ def _trained(stage: Any, precision: Any = "bf16") -> zero.Engine:
 
 
 def _step(engine: zero.Engine, step: int) -> None:
-    engine.backward(language_loss(engine.module, step, engine.rank))
-    engine.step()
+    train_on(engine, language_loss(engine.module, step, engine.rank))
 
 
 def refused_body(context: Context) -> dict[str, bool]:
@@ -257,8 +254,7 @@ def refused_body(context: Context) -> dict[str, bool]:
             state = engine.state_dict()
             if away:
                 _refuse_everything(engine, loss, state)
-            engine.backward(loss)
-            engine.step()
+            train_on(engine, loss)
             with zero.gathered(model.blocks[0].up.weight, write_rank=0), torch.no_grad():
                 model.blocks[0].up.weight.mul_(2)
             runs.append(Run(state=engine.state_dict(master=True)))

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
+from tests.zero.helpers.loops import train_on
 from tests.zero.helpers.models import (
     Stack,
     features,
@@ -33,8 +34,7 @@ def build(offload: Any) -> zero.Engine:
 
 
 def one_step(context: Context, engine: zero.Engine, step: int) -> None:
-    engine.backward(language_loss(engine.module, step, context.rank))
-    engine.step()
+    train_on(engine, language_loss(engine.module, step, context.rank))
 
 
 def state_dict_body(context: Context, path: str) -> list[tuple[str, str]]:
@@ -228,8 +228,7 @@ def scheduler_body(context: Context) -> dict[str, Any]:
         for step in range(3):
             start = engine.full_master("blocks.0.up.bias")
             rates.append(optimizer.param_groups[0]["lr"])
-            engine.backward(model(features(step, context.rank, model), STRAIGHT).loss)
-            engine.step()
+            train_on(engine, model(features(step, context.rank, model), STRAIGHT).loss)
             before.step()
             moved.append((engine.full_master("blocks.0.up.bias") - start).abs().max().item())
         after.step()

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
+from tests.zero.helpers.loops import train_on
 from tests.zero.helpers.models import fresh, language_loss
 from tests.zero.helpers.training import adamw, train_averaging
 
@@ -61,8 +62,7 @@ def schedule_free(model: nn.Module) -> ScheduleFree:
 
 def steps(context: Context, engine: zero.Engine) -> None:
     for step in range(STEPS):
-        engine.backward(language_loss(engine.module, step, context.rank))
-        engine.step()
+        train_on(engine, language_loss(engine.module, step, context.rank))
 
 
 def reference(context: Context) -> dict[str, Tensor]:
@@ -237,8 +237,7 @@ def averaged_body(context: Context, stage: int, settings: dict[str, Any]) -> lis
     average = [master.clone() for master in masters()]
     whole = {name: engine.full_master(name).clone() for name in names}
     for step in range(STEPS):
-        engine.backward(language_loss(model, step, context.rank))
-        engine.step()
+        train_on(engine, language_loss(model, step, context.rank))
         for mean, master in zip(average, masters(), strict=True):
             mean.lerp_(master, 0.25)
         for name, mean in whole.items():

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
+from tests.zero.helpers.loops import train_on
 from tests.zero.helpers.models import fresh, language_loss, tokens
 from tests.zero.helpers.training import (
     Run,
@@ -121,14 +122,12 @@ def accumulation_body(context: Context) -> dict[str, bool]:
         scaled = zero.Config(precision="fp16", loss_scale="dynamic", timeout=20)
         engine = zero.initialize(model, OPTIMIZERS[name](model), scaled)
         before = engine.full_master("blocks.0.up.weight")
-        engine.backward(language_loss(model, 0, context.rank) * 1e9)
-        engine.step()
+        train_on(engine, language_loss(model, 0, context.rank) * 1e9)
         after = engine.full_master("blocks.0.up.weight")
         result[f"{name}, overflow"] = torch.equal(before, after)
         used = engine.full_master("gain")
         loss = model(tokens(0, context.rank, model))["loss"]
-        engine.backward(loss / 1e3)
-        engine.step()
+        train_on(engine, loss / 1e3)
         result[f"{name}, stepped"] = not torch.equal(used, engine.full_master("gain"))
     return result
 
@@ -158,8 +157,7 @@ def unused_body(context: Context) -> bool:
     for step in range(4):
         name = "even.weight" if step % 2 else "odd.weight"
         before, state = engine.full_master(name), engine.full_optimizer_state(name)
-        engine.backward(engine(x, step).square().mean())
-        engine.step()
+        train_on(engine, engine(x, step).square().mean())
         still = still and torch.equal(before, engine.full_master(name))
         again = engine.full_optimizer_state(name)
         still = still and all(torch.equal(value, again[key]) for key, value in state.items())
@@ -181,8 +179,7 @@ def saving_body(context: Context, path: str, name: str) -> dict[str, Any]:
     model = fresh()
     engine = zero.initialize(model, OPTIMIZERS[name](model), zero.Config(precision="bf16", timeout=20))
     for step in range(3):
-        engine.backward(language_loss(model, step, context.rank))
-        engine.step()
+        train_on(engine, language_loss(model, step, context.rank))
     engine.save_checkpoint(path)
     return state_of(engine)
 
@@ -196,8 +193,7 @@ def loading_body(context: Context, path: str, name: str, stage: int) -> dict[str
     engine.offload_states()
     engine.reload_states()
     loaded = state_of(engine)
-    engine.backward(language_loss(model, 3, context.rank))
-    engine.step()
+    train_on(engine, language_loss(model, 3, context.rank))
     return loaded
 
 
@@ -230,8 +226,7 @@ def slices_body(context: Context) -> tuple[bool, int]:
     ]
     model = fresh()
     engine = zero.initialize(model, plain(model), zero.Config(timeout=20, whole_parameters=False))
-    engine.backward(language_loss(model, 0, context.rank))
-    engine.step()
+    train_on(engine, language_loss(model, 0, context.rank))
     return same_bits(runs[0], runs[1]) and same_bits(runs[0], runs[2]), engine.traffic.calls["all_to_all"]
 
 
@@ -256,8 +251,7 @@ def strides_body(context: Context, path: str) -> bool:
     def stepped(engine: zero.Engine) -> Tensor:
         x = torch.arange(48.0, device=context.accelerator.device).view(1, 3, 4, 4)
         loss = engine(x).square().mean()
-        engine.backward(loss)
-        engine.step()
+        train_on(engine, loss)
         return loss.detach()
 
     first, second = built(), built()

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
+from tests.zero.helpers.loops import train_on
 from tests.zero.helpers.models import WIDTH, device_of, features
 
 STEPS = 3
@@ -60,8 +61,7 @@ def train(engine: zero.Engine, context: Context) -> list[float]:
     for step in range(STEPS):
         output = engine(features(step, 0, engine.module)).float()  # torch 2.11 takes no two dtypes below
         loss = functional.mse_loss(output, features(-step, 0, engine.module))
-        engine.backward(loss)
-        engine.step()
+        train_on(engine, loss)
         losses.append(loss.item())
     return losses
 
@@ -241,8 +241,7 @@ def frozen_body(context: Context, stage: int, path: str) -> dict[str, bool]:
     optimizer, found = torch.optim.SGD(plain.query.parameters(), lr=0.3), {}
 
     def step(index: int) -> None:
-        engine.backward(model(features(index, 0, model)))
-        engine.step()
+        train_on(engine, model(features(index, 0, model)))
         optimizer.zero_grad()
         plain(features(index, 0, plain)).backward()
         optimizer.step()

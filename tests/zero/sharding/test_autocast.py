@@ -23,6 +23,7 @@ from tests.zero.helpers.autocast_models import (
     once,
     seeded,
 )
+from tests.zero.helpers.loops import train_on
 from tests.zero.helpers.models import WIDTH, LanguageModel, Stack, device_of, features, tokens
 from tests.zero.helpers.paths import straight
 from tests.zero.helpers.training import (
@@ -171,8 +172,7 @@ def both_ways_body(context: Context) -> list[float]:
                 loss = model(tokens(step, context.rank, model))["loss"]
             with torch.autocast(device_of(model).type, torch.bfloat16, enabled=not narrow):
                 loss = loss + model(tokens(step + 10, context.rank, model))["loss"]
-            engine.backward(loss)
-            engine.step()
+            train_on(engine, loss)
             found.append(loss.item())
     return [abs(a - b) / b for a, b in zip(*losses, strict=True)]
 
@@ -217,8 +217,7 @@ def fp16_body(context: Context) -> dict[str, Any]:
         losses, scales = [], []
         for step, factor in enumerate(SCALED):
             loss = fp16_loss(model, factor, step)
-            engine.backward(loss)
-            engine.step()
+            train_on(engine, loss)
             losses.append(loss.item())
             scales.append(engine.loss_scale.item())
         found[f"stage {stage}"] = losses, scales
@@ -242,8 +241,7 @@ def unscaled_body(context: Context) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for step in range(2):
-            engine.backward(fp16_loss(model, 1.0, step))
-            engine.step()
+            train_on(engine, fp16_loss(model, 1.0, step))
     return [str(warning.message) for warning in caught if "autocast" in str(warning.message)]
 
 
@@ -320,8 +318,7 @@ def forms_body(context: Context, gather_dtype: Any, prefetch: int) -> list[float
         index = torch.arange(16, device=engine.accelerator.device) + 17 * context.rank
         with torch.autocast(index.device.type, torch.bfloat16):
             loss = model(index)
-        engine.backward(loss)
-        engine.step()
+        train_on(engine, loss)
         losses.append(loss.item())
     return losses
 
@@ -345,8 +342,7 @@ def long_block_body(context: Context, long: bool) -> tuple[list[float], dict[str
         for step in range(4):
             with torch.autocast(kind, torch.bfloat16):
                 loss = straight(model, step, context.rank)
-            engine.backward(loss)
-            engine.step()
+            train_on(engine, loss)
             losses.append(loss.item())
     return losses, dict(engine.traffic.calls)
 

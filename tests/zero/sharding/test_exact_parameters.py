@@ -13,6 +13,7 @@ from torch.nn.functional import linear
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
+from tests.zero.helpers.loops import train_on
 from tests.zero.helpers.models import device_of
 from tests.zero.helpers.training import adamw
 from zero.consolidate import Options, consolidate, open_source
@@ -74,8 +75,7 @@ def losses(engine: zero.Engine, steps: int = 3) -> list[float]:
     x = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(0)).to(device_of(engine.module))
     for _ in range(steps):
         loss = engine(x, torch.zeros(3).to(torch.float8_e5m2)).float().square().mean()
-        engine.backward(loss)
-        engine.step()
+        train_on(engine, loss)
         found.append(loss.item())
     return found
 

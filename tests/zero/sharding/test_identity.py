@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import zero
 from accelz import rebind
 from accelz.conformance.cluster import Clusters, Context
+from tests.zero.helpers.loops import train_on
 from tests.zero.helpers.models import device_of
 from tests.zero.helpers.training import relative_error
 
@@ -86,8 +87,7 @@ def identity_body(context: Context, stage: int, start: str) -> None:
         losses = []
         for step in range(STEPS):
             loss = engine(batch(step, model, model.image.weight.dtype))
-            engine.backward(loss)
-            engine.step()
+            train_on(engine, loss)
             losses.append(loss.item())
         with zero.gathered(model):
             for (name, now), stride in zip(facts(model).items(), strides, strict=True):

@@ -12,6 +12,7 @@ import pytest
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
+from tests.zero.helpers.loops import train_on
 from tests.zero.helpers.models import fresh, language_loss
 from tests.zero.helpers.optimizers import sgd
 from tests.zero.helpers.training import Run, errors_of, same_bits, train_reference, train_zero
@@ -74,8 +75,7 @@ def checkpoint_body(context: Context, folder: str) -> dict[str, Any]:
     with one_unit_over_few_ranks():
         model = fresh()
         engine = zero.initialize(model, sgd(model), zero.Config(timeout=20))
-    engine.backward(language_loss(model, 0, context.rank))
-    engine.step()
+    train_on(engine, language_loss(model, 0, context.rank))
     log = [text for _, text in engine._communicator.ledger.line.log if text.startswith("all_gather")]
     engine.save_checkpoint(Path(folder) / "a")
     model = fresh()

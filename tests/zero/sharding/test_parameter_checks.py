@@ -13,6 +13,7 @@ from torch import nn
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
+from tests.zero.helpers.loops import train_on
 from tests.zero.helpers.models import LanguageModel, fresh, language_loss
 from tests.zero.helpers.training import adamw, relative_error
 
@@ -47,8 +48,7 @@ def freezing_body(context: Context, config: dict[str, Any]) -> float:
         thaw_or_freeze(model, step)
         before = {i: engine.full_master(f"blocks.{i}.up.weight") for i in FROZEN}
         loss = language_loss(model, step, 0)
-        engine.backward(loss)
-        engine.step()
+        train_on(engine, loss)
         losses.append(loss.item())
         for index, value in before.items():  # neither stepped nor decayed
             after = engine.full_master(f"blocks.{index}.up.weight")
@@ -71,8 +71,7 @@ def thawed_body(context: Context, stage: int) -> None:
     engine = zero.initialize(model, adamw(model), zero.Config(timeout=20, stage=stage))
 
     def step() -> None:
-        engine.backward(language_loss(model, 0, context.rank))
-        engine.step()
+        train_on(engine, language_loss(model, 0, context.rank))
 
     step()
     model.blocks[0].up.requires_grad_(True)
@@ -155,8 +154,7 @@ REPLACED: dict[str, Any] = {
 def moved_body(context: Context, how: str, stage: int) -> str:
     model = fresh()
     engine = zero.initialize(model, adamw(model), zero.Config(timeout=20, stage=stage))
-    engine.backward(language_loss(model, 0, context.rank))
-    engine.step()
+    train_on(engine, language_loss(model, 0, context.rank))
     REPLACED[how](model)
     with pytest.raises(zero.ModelError) as caught:
         engine.backward(torch.zeros(1, requires_grad=True).sum())
@@ -191,8 +189,7 @@ def changed_body(context: Context) -> dict[str, list[str]]:
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             for step in range(3):
-                engine.backward(language_loss(model, step, context.rank))
-                engine.step()
+                train_on(engine, language_loss(model, step, context.rank))
                 inside = zero.gathered(model, write_rank=0) if gathered else nullcontext()
                 with torch.no_grad(), inside:
                     model.norm.weight.clamp_(-0.5, 0.5)

@@ -22,6 +22,7 @@ from torch import nn
 import zero
 from accelz.conformance.cluster import Clusters, Context
 from tests.zero.helpers.disks import broken_disk
+from tests.zero.helpers.loops import train_on
 from tests.zero.helpers.models import fresh, language_loss
 from tests.zero.helpers.training import adamw
 from zero.tiers import swap_file
@@ -43,8 +44,7 @@ def layers(steps: int, **settings: Any) -> zero.Engine:
     engine = zero.initialize(model, torch.optim.AdamW(model.parameters(), lr=1e-3), config)
     for _ in range(steps):
         x = torch.ones(2, WIDTH, device=engine.accelerator.device)
-        engine.backward(engine(x).float().square().mean())
-        engine.step()
+        train_on(engine, engine(x).float().square().mean())
     return engine
 
 
@@ -55,8 +55,7 @@ def bytes_body(context: Context, path: str, budget: int, compact: bool) -> tuple
     before = file.bytes_read + file.bytes_written, _kernel_io()
     for _ in range(3):
         x = torch.ones(2, WIDTH, device=engine.accelerator.device)
-        engine.backward(engine(x).float().square().mean())
-        engine.step()
+        train_on(engine, engine(x).float().square().mean())
     return file.bytes_read + file.bytes_written - before[0], _kernel_io() - before[1]
 
 
@@ -92,8 +91,7 @@ def resume_body(context: Context, path: str, tiers: list[zero.Offload | None]) -
                 engine.load_checkpoint(path)
             for step in range(2 * part, 2 * part + 2):
                 loss = language_loss(model, step, context.rank)
-                engine.backward(loss)
-                engine.step()
+                train_on(engine, loss)
                 losses.append(loss.item())
             engine.save_checkpoint(Path(path, f"part-{part}"), async_=bool(part))
             engine.wait_for_checkpoint()
@@ -260,8 +258,7 @@ def read_error_body(context: Context, path: str) -> list[str]:
     engine.load_checkpoint(path)
     after = engine.state_dict(master=True)
     assert all(torch.equal(value, after[name]) for name, value in before.items())
-    engine.backward(engine(x).float().square().mean())
-    engine.step()
+    train_on(engine, engine(x).float().square().mean())
     return messages
 
 
@@ -394,8 +391,7 @@ def removed_body(context: Context, path: str) -> tuple[list[float], list[float]]
             if removed and step == 2:
                 folder.rmdir()
             loss = language_loss(model, step, context.rank)
-            engine.backward(loss)
-            engine.step()
+            train_on(engine, loss)
             losses.append(loss.item())
         runs.append(losses)
     return runs[0], runs[1]

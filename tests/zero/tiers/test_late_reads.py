@@ -15,6 +15,7 @@ import zero
 from accelz.conformance.cluster import Clusters, Context
 from tests.zero.helpers.compiled_models import fresh as compiled_model
 from tests.zero.helpers.late_stream import LATE
+from tests.zero.helpers.loops import train_on
 from tests.zero.helpers.models import fresh, language_loss
 from tests.zero.helpers.optimizers import adagrad
 from tests.zero.helpers.training import adamw, own_work_seen
@@ -151,8 +152,7 @@ def beside_body(context: Context) -> list[bool]:
     for step in range(2):  # in the second, units are gathered ahead
         with own_work_seen(), CopiesFromHost(context) as copies:
             loss = language_loss(model, step, context.rank)
-        engine.backward(loss)
-        engine.step()
+        train_on(engine, loss)
     return copies.seen
 
 

@@ -12,6 +12,7 @@ from torch import nn
 import zero
 from accelz.conformance.cluster import Clusters, Context
 from tests.zero.helpers.disks import broken_disk
+from tests.zero.helpers.loops import train_on
 from zero.tiers.read_ahead import ReadAhead
 from zero.tiers.swap_file import Section, SwapFile
 
@@ -32,8 +33,7 @@ def one_step(engine: zero.Engine, step: int) -> float:
     generator = torch.Generator().manual_seed(100 * step + engine.rank)
     x = torch.randn(4, WIDTH, generator=generator).to(engine.accelerator.device)
     loss = engine(x).float().square().mean()
-    engine.backward(loss)
-    engine.step()
+    train_on(engine, loss)
     return loss.item()
 
 

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 import zero
 from accelz.conformance.cluster import Clusters, Context
 from tests.zero.helpers.late_stream import run_late
+from tests.zero.helpers.loops import train_on
 from tests.zero.helpers.models import features, fresh, language_loss
 from tests.zero.helpers.optimizers import adagrad, lion, momentum
 from tests.zero.helpers.training import Run, adamw, same_bits, scaled_error, state_error, train_zero
@@ -156,8 +157,7 @@ def norms_body(context: Context, path: str) -> list[list[float]]:
         engine = zero.initialize(model, optimizer, zero.Config(offload=offload, clip_norm=1e-3, timeout=20))
         found = []
         for step in range(8):
-            engine.backward(engine(features(step, context.rank, model, 8, 256)).square().mean())
-            engine.step()
+            train_on(engine, engine(features(step, context.rank, model, 8, 256)).square().mean())
             found.append(float(engine.grad_norm))
         return found
 
@@ -388,8 +388,7 @@ def _by_default(device: torch.device, offload: Any, path: str) -> Run:
     for last in (4, 3, 4):  # once without the last layer
         x = torch.ones(4, 16, dtype=torch.bfloat16, device=device)
         loss = model[:last](x).float().square().mean()
-        engine.backward(loss)
-        engine.step()
+        train_on(engine, loss)
         run.losses.append(loss.item())
         engine.save_checkpoint(path)
         engine.load_checkpoint(path)

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
+from tests.zero.helpers.loops import train_on
 from tests.zero.helpers.models import device_of
 from tests.zero.helpers.training import adamw, scaled_error
 
@@ -68,8 +69,7 @@ def trained(context: Context, model: dict[str, Any], autocast: bool, **settings:
     for step in range(6):
         with torch.autocast(device_of(module).type, torch.bfloat16, enabled=autocast):
             loss = engine(batch(step, context.rank, module)).float().square().mean()
-        engine.backward(loss)
-        engine.step()
+        train_on(engine, loss)
         losses.append(loss.item())
         with torch.no_grad():
             losses.append(engine(batch(9, context.rank, module)).mean().item())
@@ -110,8 +110,7 @@ def outside_body(context: Context, stage: int) -> tuple[list[bool], str]:
     engine = zero.initialize(module, adamw(module), zero.Config(stage=stage, timeout=20))
     x = batch(0, context.rank, module)
     found = [torch.allclose(inner(x).cpu(), wanted, atol=1e-6)]
-    engine.backward(engine(x).square().mean() + inner(x).square().mean())
-    engine.step()
+    train_on(engine, engine(x).square().mean() + inner(x).square().mean())
     with torch.no_grad():
         stepped = inner(x)
         found.append(not torch.allclose(stepped.cpu(), wanted, atol=1e-6))
@@ -228,8 +227,7 @@ def between_body(context: Context) -> list[tuple[float, tuple[int, ...], int]]:
                 losses = []
                 for step in range(4):
                     loss = engine(batch(step, context.rank, module)).square().mean()
-                    engine.backward(loss)
-                    engine.step()
+                    train_on(engine, loss)
                     losses.append(loss.item())
                 runs.append(losses)
             found.append((scaled_error(*runs), order, prefetch))
@@ -248,8 +246,7 @@ def conditioned(context: Context) -> tuple[zero.Engine, nn.Module, Tensor]:
     module = Conditioned(None, None, False)
     engine = zero.initialize(module, adamw(module), zero.Config(stage=3, timeout=20))
     x = batch(0, context.rank, module)
-    engine.backward(engine(x).square().mean())
-    engine.step()
+    train_on(engine, engine(x).square().mean())
     return engine, module.blocks[1].scale["embedding"], x
 
 
@@ -312,8 +309,7 @@ def parametrized_body(context: Context) -> tuple[str, float]:
             module.blocks[1].layer.weight.norm()
         said = str(caught.value)
     loss = engine(x).square().mean()
-    engine.backward(loss)
-    engine.step()
+    train_on(engine, loss)
     return said, loss.item()
 
 

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
+from tests.zero.helpers.loops import train_on
 from tests.zero.helpers.ways import WIDTH, Loss, Slotted, averaged, batch, chain, plain
 
 
@@ -351,8 +352,7 @@ def parts_body(context: Context) -> tuple[int, int]:
     engine = zero.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), zero.Config(timeout=20))
     schedule = engine._pass.schedule
     for _ in range(3):
-        engine.backward(model.head(model.blocks(batch(0, device))).mean())
-        engine.step()
+        train_on(engine, model.head(model.blocks(batch(0, device))).mean())
     known = len(schedule._record)
     with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
         patch.setattr("zero.training_pass.schedule._LONGEST", 50)

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
+from tests.zero.helpers.loops import train_on
 from tests.zero.helpers.training import adamw
 from zero.whole.full_parameters import FullParameters
 
@@ -129,8 +130,7 @@ def twice_body(context: Context, gather_dtype: Any, autocast: bool) -> bool:
     for _ in range(2):
         with torch.autocast(x.device.type, torch.bfloat16, enabled=autocast):
             loss = engine(x).float().square().mean()
-        engine.backward(loss)
-        engine.step()
+        train_on(engine, loss)
     return all(unit.idle for unit in engine.units)
 
 

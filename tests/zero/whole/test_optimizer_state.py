@@ -8,6 +8,7 @@ from torch import nn
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
+from tests.zero.helpers.loops import train_on
 from tests.zero.helpers.models import (
     fresh,
     language_loss,
@@ -29,8 +30,7 @@ def optimizer_state_body(context: Context, stage: int, amsgrad: bool) -> dict[st
             (language_loss(plain, step, rank) / context.size).backward()
         reference.step()
         reference.zero_grad()
-        engine.backward(language_loss(model, step, context.rank))
-        engine.step()
+        train_on(engine, language_loss(model, step, context.rank))
     worst: dict[str, float] = {}
     for name, parameter in plain.named_parameters():
         if not parameter.requires_grad or not parameter.numel():

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
+from tests.zero.helpers.loops import train_on
 from tests.zero.helpers.models import (
     WIDTH,
     LanguageModel,
@@ -48,8 +49,7 @@ def round_trip_body(context: Context, precision: str) -> dict[str, Any]:
     model = fresh()
     engine = zero.initialize(model, adamw(model), config)
     for step in range(3):
-        engine.backward(language_loss(model, step, context.rank))
-        engine.step()
+        train_on(engine, language_loss(model, step, context.rank))
     state = engine.state_dict(master=True)
     narrow = engine.state_dict()
     other = LanguageModel()

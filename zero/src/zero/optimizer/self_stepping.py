@@ -237,10 +237,9 @@ class SelfStepping:
                     bind(piece, place)
 
     def _hand_over(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Give the optimizer's parameters their gradients."""
+        """Give the optimizer's parameters their gradients, and others none: one may have a stand-in."""
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-            if (gradient := self._gradients.get(parameter)) is not None:
-                parameter.grad = gradient
+            parameter.grad = self._gradients.get(parameter)
 
     def _leave(self, stepped: SteppedSubGroup) -> None:
         """Send stepped whole parameters back to the ranks' masters."""

@@ -36,7 +36,6 @@ from zero.optimizer.stepped import StepGradients, SteppedSubGroup, StepSlice, Tu
 from zero.optimizer.stepping import GroupStepping
 from zero.ranges import ranged
 from zero.sharding.flat_group import FlatGroup
-from zero.sharding.stand_in import PieceGradient, StandIns
 from zero.tiers.record import Opened
 from zero.tiers.room import room_for
 from zero.tiers.stores import Stores
@@ -55,7 +54,6 @@ class ShardedOptimizer:
     self_stepping: steps those that no kernel does. record_streamer: brings records to the device for theirs.
     held_back: whether optimizers that step themselves took no part in the last step, because its gradients
         overflowed: the state that they keep may not exist yet.
-    stand_ins: what stands for the gradients of pieces until the hooks before the step are over.
     """
 
     def __init__(
@@ -86,7 +84,6 @@ class ShardedOptimizer:
         self.held_back = False
         self._param_group_of = param_group_of
         self._having_state: set[Optimizer] = set()
-        self.stand_ins = StandIns(PieceGradient)
         self._in_step = False
         if isinstance(optimizer, JointOptimizer):
             optimizer.share_state()
@@ -134,7 +131,6 @@ class ShardedOptimizer:
                 step()
         finally:
             self._in_step = False
-            self.stand_ins.hide()
         for each in {optimizer, *members(optimizer)}:
             setattr(each, "_opt_called", True)  # noqa: B010 (what torch's schedulers look at)
         self.deliver_changed()  # by hooks after the step
@@ -170,7 +166,6 @@ class ShardedOptimizer:
         _between_hooks(mine_served, partial(self._kernel_step, served, Factors(scale, skip)))
 
     def _kernel_step(self, present: Sequence[Turn], factors: Factors) -> None:
-        self.stand_ins.hide()
         away = factors.to(HOST) if any(map(self._is_stepped_by_host, self.subs)) else factors
         with closing(self._in_turn([stepped for stepped, _ in present])) as turns:
             for (stepped, have), state in zip(present, turns, strict=True):

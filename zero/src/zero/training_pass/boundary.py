@@ -129,6 +129,8 @@ class Boundary:
             self.training_pass.stepped() if keep else self.training_pass.drop_gradients()
         self.steps += anew
         self._after_step(anew)
+        if keep:
+            self.held_gradients.show_pieces()
 
     def _update(
         self,

@@ -321,7 +321,6 @@ class TrainingPass(Uncopied):
 
     def stepped(self) -> None:
         """An optimizer has stepped with the gradients, which stay until they are dropped."""
-        self._held_gradients.show_pieces()
         self.backwards = 0
 
     def _leave_backward(self) -> None:

@@ -188,7 +188,6 @@ class HeldGradients:
             raise UsageError(_NOT_SCALED)
         if self._of_pieces.removed() or self._of_pieces.replaced():
             raise UsageError(_OPTIMIZERS)
-        self._of_pieces.hide()  # an optimizer that steps itself may have none for that parameter
         self._take_in()
         shared = self._shared_multipliers()
         if self._factor.norm is None and (norms := self._norms.get(2.0)):
