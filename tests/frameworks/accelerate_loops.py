@@ -146,11 +146,23 @@ def saved_with_hooks(context: Context, directory: str) -> dict[str, Any]:
     accelerator.register_save_state_pre_hook(on_save)
     accelerator.register_load_state_pre_hook(on_load)
     before = on_host(accelerator.get_state_dict(parts["model"]))
-    accelerator.save_state(directory)
+    accelerator.save_state(directory, async_=True)
+    train(accelerator, parts)
+    accelerator.load_state(directory, weights_only=True)
+    steps = accelerator.engine_of(parts["model"]).steps
+    after = on_host(accelerator.get_state_dict(parts["model"]))
+    files = sorted(os.listdir(directory))
+    return {"seen": seen, "before": before, "after": after, "files": files, "steps": steps}
+
+
+def loaded(context: Context, directory: str) -> dict[str, Any]:
+    """The weights of a state that was saved before."""
+    begin_job(context)
+    accelerator, parts = make_accelerator(2), make_parts()
+    prepare(accelerator, parts, (ALL_AT_ONCE,))
     train(accelerator, parts)
     accelerator.load_state(directory)
-    after = on_host(accelerator.get_state_dict(parts["model"]))
-    return {"seen": seen, "before": before, "after": after, "files": sorted(os.listdir(directory))}
+    return on_host(accelerator.get_state_dict(parts["model"]))
 
 
 def saved_model(context: Context, directory: str) -> dict[str, Any]:

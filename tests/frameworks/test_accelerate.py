@@ -66,6 +66,11 @@ def test_the_order_of_prepare_changes_nothing(cluster: Clusters, plain: Any, cal
     assert_equal(found, plain("windows"), within=1e-6)
 
 
+def test_one_process_trains_as_with_accelerate(cluster: Clusters) -> None:
+    found, wanted = (cluster(1).run(loops.trained, stage=stage, **WAYS["windows"]) for stage in (3, None))
+    assert_equal(found, wanted, within=1e-6)
+
+
 def test_backwards_under_no_sync_count_for_the_step(cluster: Clusters) -> None:
     found, wanted = (cluster(2).run(loops.manual_windows, stage=stage) for stage in (3, None))
     assert_equal(found, wanted, within=1e-6)
@@ -118,9 +123,15 @@ def test_hooks_see_the_models_and_no_weights(cluster: Clusters, tmp_path: Path) 
     assert first["seen"] == {"models": 1, "weights": 0, "state": 21, "left": 0}
     assert second["seen"] == {"models": 1, "weights": 0, "state": 0, "left": 0}
     assert furthest(first["after"], first["before"]) == 0
+    assert first["steps"] == 7  # those of the training after the save: weights alone were loaded
     assert first["files"] == [
         *("latest", "random_states_0.pkl", "random_states_1.pkl", "scheduler.bin", "zero_0")
     ]
+
+
+def test_a_state_is_loaded_at_another_stage_and_number_of_ranks(cluster: Clusters, tmp_path: Path) -> None:
+    saved = cluster(2).run(loops.saved_with_hooks, directory=str(tmp_path))[0]["before"]
+    assert furthest(cluster(1).run(loops.loaded, directory=str(tmp_path))[0], saved) == 0
 
 
 def test_saved_weights_are_loaded_by_accelerate(cluster: Clusters, tmp_path: Path) -> None:

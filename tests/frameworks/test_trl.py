@@ -52,3 +52,11 @@ def test_generating_as_one_trains_equals_distributed_data_parallel(
         mine, theirs = ({k: v for k, v in log.items() if "time" not in k} for log in (mine, theirs))
         assert mine == pytest.approx(theirs, rel=1e-5, abs=1e-6)
     assert furthest(found[0]["weights"], wanted[0]["weights"]) < 1e-6
+
+
+def test_reward_modelling_equals_that_of_distributed_data_parallel(cluster: Clusters, tmp_path: Path) -> None:
+    found = cluster(2).run(runs.judged, stage=3, directory=str(tmp_path / "mine"))
+    wanted = cluster(2).run(runs.judged, stage=None, directory=str(tmp_path / "plain"))
+    for mine, theirs in zip(found[0]["log"], wanted[0]["log"], strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-5, abs=1e-6)
+    assert furthest(found[0]["weights"], wanted[0]["weights"]) < 1e-6

@@ -6,13 +6,23 @@ from pathlib import Path
 from typing import Any
 
 import peft
+import torch
 from datasets import Dataset
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
-from transformers import PreTrainedTokenizerFast
-from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast
+from trl import (
+    DPOConfig,
+    DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    RewardConfig,
+    RewardTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
 
 import zero
 from accelz.conformance.cluster import Context
@@ -27,6 +37,10 @@ class SFT(TrainerMixin, SFTTrainer):
 
 class DPO(TrainerMixin, DPOTrainer):
     """With a reference model or without."""
+
+
+class Reward(TrainerMixin, RewardTrainer):
+    """Of a model with one output."""
 
 
 class GRPO(TrainerMixin, GRPOTrainer):
@@ -156,5 +170,26 @@ def reinforced(context: Context, stage: int | None, directory: str) -> dict[str,
         trainer = GRPOTrainer(**parts)
     else:
         trainer = GRPO(**parts, zero_config=zero.Config(stage=stage, timeout=60.0))
+    trainer.train()
+    return {"log": history(trainer), "weights": weights(trainer)}
+
+
+def judged(context: Context, stage: int | None, directory: str) -> dict[str, Any]:
+    begin_job(context)
+    language = language_model()
+    torch.manual_seed(0)
+    model = LlamaForSequenceClassification(
+        LlamaConfig(**language.config.to_dict() | {"num_labels": 1, "pad_token_id": 0})
+    )
+    parts: dict[str, Any] = {
+        "model": model,
+        "args": RewardConfig(**usual(directory), max_length=24),
+        "train_dataset": preferences(14).remove_columns(["prompt"]),
+        "processing_class": tokenizer(),
+    }
+    if stage is None:
+        trainer = RewardTrainer(**parts)
+    else:
+        trainer = Reward(**parts, zero_config=zero.Config(stage=stage, timeout=60.0))
     trainer.train()
     return {"log": history(trainer), "weights": weights(trainer)}
