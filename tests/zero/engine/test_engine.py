@@ -167,6 +167,8 @@ def habits_body(context: Context) -> dict[str, str]:
             with pytest.raises(zero.UsageError) as refused:
                 getattr(engine, method)(*positional.get(method, ()), **{name: None})
             assert str(refused.value) == f"engine.{method}() takes no {name}=: {hint}"
+    with pytest.raises(TypeError, match=r"no tuple: .* write engine = zero\.initialize"):
+        _, _, _, _ = engine
     with pytest.raises(TypeError, match="such_thing"):
         engine.backward(loss, such_thing=True)  # type: ignore[call-arg]
     engine.backward(loss)
@@ -178,6 +180,8 @@ def test_names_of_other_engines_say_what_to_write(cluster: Clusters) -> None:
     assert "use engine.module.parameters" in found["parameters"]
     assert "use engine.module.in_features" in found["in_features"]
     assert "engine.backward(loss_a + loss_b) once" in ARGUMENT_HINTS["backward"]["retain_graph"]
+    assert "call loss.backward(retain_graph=True), which works" in ARGUMENT_HINTS["backward"]["retain_graph"]
+    assert "call optimizer.step(closure), which works" in ARGUMENT_HINTS["step"]["closure"]
     assert found["no_such_thing"] == "a zero.Engine has no attribute 'no_such_thing'"
     assert all(found[name].endswith(said) for name, said in MIGRATION_HINTS.items())
     assert "Engine of Linear" in found["repr"]

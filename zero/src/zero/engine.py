@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ from zero.integrity import Integrity
 from zero.memory.memory_report import MemoryReport
 from zero.memory.memory_tracer import MemoryTracer
 from zero.memory.placement_policy import StaticPlacementPolicy, asking_to_repeat
-from zero.migration_hints import explained, missing
+from zero.migration_hints import explained, missing, no_tuple
 from zero.optimizer.state_offload import StateOffload
 from zero.pretrained import Request, fill_engine
 from zero.sharding.selection import Selection
@@ -117,6 +117,9 @@ class Engine:
             f"<zero.Engine of {type(self.module).__name__} on {self.accelerator.device}, rank {self.rank} of "
             f"{self.world_size}, after {self.steps} steps: Config({settings})>"
         )
+
+    def __iter__(self) -> NoReturn:
+        raise no_tuple("Engine")
 
     def __getattr__(self, name: str) -> Any:
         raise missing(name, self.__dict__.get("module"))  # called for what is not there only

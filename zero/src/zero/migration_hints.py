@@ -14,32 +14,44 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _WEIGHTS = "engine.save_checkpoint(path), then `zero consolidate path weights --dtype keep`"
+_NUMBER = "the program's own number: that of its data loader"
 MIGRATION_HINTS = {
+    "_zero3_consolidated_16bit_state_dict": "engine.state_dict(), on every rank",
+    "cur_scale": "engine.loss_scale",
+    "dp_world_size": "engine.world_size",
     "forward": "call engine(...)",
     "get_global_grad_norm": "engine.grad_norm",
     "get_lr": "read engine.optimizer.param_groups, or the scheduler",
     "global_rank": "engine.rank",
+    "global_samples": "engine.steps times the batch size",
     "global_steps": "engine.steps",
+    "gradient_accumulation_steps": "engine.config.gradient_accumulation_steps, a number or None",
     "is_gradient_accumulation_boundary": "engine.is_boundary",
     "local_rank": "the environment's LOCAL_RANK; engine.device is this rank's device",
+    "lr_scheduler": "the program's own, which it steps after engine.step(); or have "
+    "zero.integrations.deepspeed.initialize step it",
     "save_16bit_model": _WEIGHTS,
     "save_fp16_model": _WEIGHTS,
+    "train_batch_size": _NUMBER,
+    "train_micro_batch_size_per_gpu": _NUMBER,
 }
+_PLAIN = "call {}, which works without gradient_accumulation_steps"
 _PATH = "give the checkpoint's own path, e.g. f'{folder}/{tag}'"
 _ALWAYS_WHOLE = "the result is the whole model, detached, under its own names: change the dict that you get"
 ARGUMENT_HINTS: Mapping[str, Mapping[str, str]] = {
     "backward": {
-        "retain_graph": "a backward ends with its graph; add up losses that share a forward, and call "
-        "engine.backward(loss_a + loss_b) once",
+        "retain_graph": f"{_PLAIN.format('loss.backward(retain_graph=True)')}; or add up losses that share a "
+        "forward, and call engine.backward(loss_a + loss_b) once",
         "create_graph": "compute what you need of gradients with torch.autograd.grad(..., create_graph=True) "
         "before, and add it to the loss",
         "inputs": "freeze the parameters that shall have no gradient, with requires_grad_(False), before the "
         "forward",
-        "gradient": "multiply the loss by it",
+        "gradient": f"{_PLAIN.format('output.backward(gradient=...)')}; or multiply the loss by it",
         "scale_wrt_gas": "micro-batches count alike; for another weight, multiply the loss by it",
     },
     "step": {
-        "closure": "run forward and engine.backward(loss) first; optimizers that need a closure are refused",
+        "closure": f"{_PLAIN.format('optimizer.step(closure)')}; or run forward and engine.backward(loss) "
+        "first. Optimizers that call a closure more than once are refused",
         "lr_kwargs": "call the scheduler's step() yourself, with these arguments",
     },
     "zero_grad": {"set_to_none": "gradients are dropped in any case; call engine.zero_grad()"},
@@ -51,7 +63,7 @@ ARGUMENT_HINTS: Mapping[str, Mapping[str, str]] = {
     "load_state_dict": {"assign": "values are copied into the shards in any case; remove it"},
     "save_checkpoint": {
         "tag": _PATH,
-        "client_state": "pass it as state=",
+        "client_state": "pass it as state=; load_checkpoint returns it in .state",
         "save_latest": "`latest` always points to the newest checkpoint; remove it",
         "exclude_frozen_parameters": "pass trainable_only=True, which leaves out buffers, too",
     },
@@ -64,6 +76,20 @@ ARGUMENT_HINTS: Mapping[str, Mapping[str, str]] = {
     },
 }
 """What to do instead of passing an argument, by the engine's method and the argument's name."""
+
+TUPLE_HINTS = {
+    "Engine": "zero.initialize returns the engine alone, the optimizer and the scheduler stay the program's: "
+    "write engine = zero.initialize(model, optimizer, config). All four come from "
+    "zero.integrations.deepspeed.initialize",
+    "Loaded": "load_checkpoint returns one object: write loaded = engine.load_checkpoint(path), then "
+    "loaded.path and loaded.state",
+}
+"""What to write instead of unpacking a result, by its class."""
+
+
+def no_tuple(name: str) -> TypeError:
+    """The error for a result of the class `name` that is unpacked as if it were a tuple."""
+    return TypeError(f"a zero.{name} is no tuple: {TUPLE_HINTS[name]}")
 
 
 def missing(name: str, module: nn.Module | None) -> AttributeError:

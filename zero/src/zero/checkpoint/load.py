@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from zero.checkpoint import random_state
 from zero.checkpoint.engine_state import EngineParts
@@ -20,6 +20,7 @@ from zero.files.storage import Storage
 from zero.loading.tensor_reader import TensorReader
 from zero.loading.together import Together
 from zero.loading.weights import fill_buffers, fill_units, targets
+from zero.migration_hints import no_tuple
 from zero.ranges import in_range
 from zero.sharding.sharded_unit import refill
 from zero.sharding.state_entries import entries_of, load_rest
@@ -54,6 +55,9 @@ class Loaded:
     state: dict[str, Any]
     rank_states: tuple[dict[str, Any], ...]
     left_out: tuple[str, ...]
+
+    def __iter__(self) -> NoReturn:
+        raise no_tuple("Loaded")
 
 
 def load(
