@@ -39,7 +39,13 @@ def make_parts(rows: int = 26) -> dict[str, Any]:
 
 
 def prepare(accelerator: accelerate.Accelerator, parts: dict[str, Any], calls: tuple[Any, ...]) -> None:
-    """calls: names of parts, in the order of arguments, for each call of prepare."""
+    """calls: names of parts, in the order of arguments, for each call of prepare; none for a method of each
+    part's own."""
+    if not calls:
+        parts["model"] = accelerator.prepare_model(parts["model"])
+        parts["optimizer"] = accelerator.prepare_optimizer(parts["optimizer"])
+        parts["loader"] = accelerator.prepare_data_loader(parts["loader"])
+        parts["scheduler"] = accelerator.prepare_scheduler(parts["scheduler"])
     for names in calls:
         prepared = accelerator.prepare(*(parts[name] for name in names))
         parts |= zip(names, prepared if len(names) > 1 else (prepared,), strict=True)

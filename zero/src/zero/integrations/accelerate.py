@@ -29,7 +29,8 @@ from zero.errors import ConfigError, UsageError, some
 from zero.setup.initialization import initialize
 
 PRIVATE = ("_models", "_optimizers", "_schedulers")
-"""Attributes of Accelerate's Accelerator that are used here and are no public names."""
+"""Attributes of Accelerate's Accelerator that are used here and are no public names. Of AcceleratedOptimizer
+it is `__setstate__`, which looks for the optimizer's step anew."""
 
 _ENGINE = "_zero_engine"  # an attribute of models and optimizers: an engine lives as long as they do
 _OTHERS = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA")
@@ -115,12 +116,16 @@ class Accelerator(accelerate.Accelerator):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> Any:
-        """As in Accelerate with evaluation_mode=True: autocast and compilation only."""
+        """As in Accelerate with evaluation_mode=True: autocast and compilation only. Unless that is given,
+        the model is sharded first."""
+        if not evaluation_mode:
+            self._shard((model,))
         placement = device_placement if self.engine_of(model) is None else False
         return super().prepare_model(model, device_placement=placement, evaluation_mode=True)
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Any:
         """As in Accelerate; the engine places its state."""
+        self._shard((optimizer,))
         return super().prepare_optimizer(optimizer, device_placement=False)
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
@@ -146,10 +151,8 @@ class Accelerator(accelerate.Accelerator):
             if known is not None and (optimizers := self._take(model)):
                 known.attach(optimizers)
                 self._mark(known, *optimizers)
-        for prepared in self._optimizers:
-            prepared.__setstate__(
-                {}
-            )  # with a GradScaler, it keeps the optimizer's step from before the engine
+        for prepared in self._optimizers:  # with a GradScaler, they keep the step from before the engine
+            prepared.__setstate__({})
         self._link_schedulers()
 
     def _take(self, model: nn.Module) -> list[Optimizer]:
