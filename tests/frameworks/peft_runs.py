@@ -9,6 +9,7 @@ from typing import Any
 import peft
 from safetensors.torch import load_file
 
+import zero
 from accelz.conformance.cluster import Context
 from tests.frameworks import trainer_runs as runs
 from tests.frameworks.jobs import begin_job, language_model, on_host
@@ -18,6 +19,9 @@ ADAPTERS = {
     "lora": lambda: peft.LoraConfig(r=4, target_modules=MATRICES, task_type="CAUSAL_LM"),
     "dora": lambda: peft.LoraConfig(
         r=4, target_modules=MATRICES, modules_to_save=["lm_head"], use_dora=True, task_type="CAUSAL_LM"
+    ),
+    "parameters": lambda: peft.LoraConfig(
+        r=4, target_modules=[], target_parameters=["self_attn.q_proj.weight"], task_type="CAUSAL_LM"
     ),
     "prompt": lambda: peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"),
 }
@@ -68,3 +72,17 @@ def beside_another(context: Context, stage: int, directory: str) -> dict[str, An
     trainer.accelerator.wait_for_everyone()
     saved = on_host(load_file(Path(directory) / "other" / "adapter_model.safetensors"))
     return {"before": before, "saved": saved}
+
+
+def merged(context: Context, stage: int | None, directory: str) -> dict[str, Any]:
+    """Train an adapter and merge it into the base, where it is."""
+    begin_job(context)
+    trainer = runs.make_trainer(stage, directory, {}, model_with("lora"))
+    trainer.train()
+    if stage is None:
+        trainer.model.merge_adapter()
+    else:
+        with zero.gathered(trainer.model, write_rank=0):
+            if context.rank == 0:
+                trainer.model.merge_adapter()
+    return runs.weights(trainer)

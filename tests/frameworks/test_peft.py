@@ -32,3 +32,9 @@ def test_a_resumed_log_is_that_of_the_uninterrupted_run(cluster: Clusters, tmp_p
 def test_an_adapter_that_is_not_trained_is_saved_too(cluster: Clusters, tmp_path: Path) -> None:
     found = cluster(2).run(runs.beside_another, stage=3, directory=str(tmp_path))[0]
     assert furthest(found["saved"], found["before"]) == 0
+
+
+def test_an_adapter_is_merged_where_it_is(cluster: Clusters, tmp_path: Path) -> None:
+    found = cluster(2).run(runs.merged, stage=3, directory=str(tmp_path / "mine"))[0]
+    wanted = cluster(2).run(runs.merged, stage=None, directory=str(tmp_path / "plain"))[0]
+    assert furthest(found, wanted) < 1e-6
