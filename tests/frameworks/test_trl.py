@@ -29,7 +29,7 @@ def test_supervised_fine_tuning_equals_that_of_distributed_data_parallel(
     assert furthest(found[0]["saved"], wanted[0]["saved"]) < 1e-6
 
 
-@pytest.mark.parametrize("reference", ["plain", "sharded", "adapter"])
+@pytest.mark.parametrize("reference", ["plain", "sharded", "synced", "adapter"])
 def test_preference_optimization_equals_that_of_distributed_data_parallel(
     cluster: Clusters, tmp_path: Path, reference: str
 ) -> None:

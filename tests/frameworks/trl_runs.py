@@ -124,11 +124,14 @@ def preferences(number: int) -> Dataset:
 
 
 def preferred(context: Context, stage: int | None, directory: str, reference: str) -> dict[str, Any]:
-    """reference: "plain", "sharded", or "adapter" for the model itself without its adapter."""
+    """reference: "plain", "sharded", "synced" for one that follows the model, or "adapter" for the model
+    itself without its adapter."""
     begin_job(context)
     parts: dict[str, Any] = {
         "model": language_model(),
-        "args": DPOConfig(**usual(directory), max_length=24),
+        "args": DPOConfig(
+            **usual(directory), max_length=24, sync_ref_model=reference == "synced", ref_model_sync_steps=2
+        ),
         "train_dataset": preferences(14),
         "processing_class": tokenizer(),
     }

@@ -79,6 +79,11 @@ class TrainerMixin:
         """The model's engine; None before training."""
         return Accelerator.engine_of(self.accelerator, self.model)
 
+    def add_callback(self, callback: Any) -> None:
+        """As in Trainer. TRL's callback that lets a reference follow the model reads whole values."""
+        follows = hasattr(callback, "sync_target_model") and not isinstance(callback, type)
+        super().add_callback(_Following(callback, self) if follows else callback)  # type: ignore[misc]
+
     # -- saving (collective: Trainer calls these on every rank) ----------------------------------------
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
@@ -132,6 +137,19 @@ class TrainerMixin:
 
 class Trainer(TrainerMixin, transformers.Trainer):
     """`transformers.Trainer` with an engine, see `TrainerMixin`."""
+
+
+class _Following(transformers.TrainerCallback):
+    """TRL's SyncRefModelCallback, for a reference that is whole on every rank."""
+
+    def __init__(self, callback: Any, trainer: TrainerMixin) -> None:
+        self._callback = callback
+        self._trainer = trainer
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        due = self._trainer.engine is not None and state.global_step % args.ref_model_sync_steps == 0
+        with gathered(self._trainer.model) if due else nullcontext():
+            self._callback.on_step_end(args, state, control, **kwargs)
 
 
 def _has_adapter(model: nn.Module) -> bool:
