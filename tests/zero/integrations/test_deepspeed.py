@@ -225,6 +225,12 @@ def test_muon_takes_the_hidden_matrices() -> None:
     assert [len(group["params"]) for group in adam.param_groups] == [2, 2]
     assert (muon.defaults["lr"], adam.defaults["lr"]) == (0.05, 1e-4)
     assert muon.defaults["weight_decay"] == adam.defaults["weight_decay"] == 0.2
+    muon, adam = build_optimizer({"type": "Muon"}, net.parameters(), net)
+    assert [muon.defaults[name] for name in ("lr", "momentum", "weight_decay")] == [0.02, 0.95, 0]
+    assert [adam.defaults[name] for name in ("lr", "betas", "eps")] == [3e-4, (0.9, 0.95), 1e-10]
+    net.conv = nn.Conv1d(4, 4, 3)
+    with pytest.raises(zero.ConfigError, match=r"matrices, and conv\.weight has more dimensions"):
+        build_optimizer({"type": "Muon"}, net.parameters(), net)
 
 
 @pytest.mark.host

@@ -10,7 +10,7 @@ from torch import nn, optim
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from zero.errors import ConfigError, OptimizerError
+from zero.errors import ConfigError, OptimizerError, some
 from zero.integrations import deepspeed_schedules
 from zero.optimizer.lion import Lion
 
@@ -89,25 +89,38 @@ def _adam(kind: str, parameters: Parameters, given: dict[str, Any]) -> Optimizer
 
 def _muon(parameters: Parameters, model: nn.Module, given: dict[str, Any]) -> list[Optimizer]:
     """Muon for the hidden matrices, and AdamW."""
-    rates = {name: given.pop(f"{name}_lr", None) for name in ("muon", "adam")}
-    rate, decay = given.pop("lr", None), {"weight_decay": given.pop("weight_decay", 0.0)}
-    adam: dict[str, Any] = {name: given.pop(name) for name in ("betas", "eps") if name in given}
-    rates = {name: rate if own is None else own for name, own in rates.items()}
-    own = {name: {} if value is None else {"lr": value} for name, value in rates.items()}
-    hidden = {p for name, p in model.named_parameters() if p.ndim == 2 and not _is_outer(name)}
+    given.pop("ns_method", None)  # ways to the same matrix; torch has its own
+    adam = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.0}
+    muon = {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.0}
+    for name in ("lr", "weight_decay"):
+        if name in given:
+            adam[name] = muon[name] = given.pop(name)
+    adam |= {name: given.pop(name) for name in ("betas", "eps") if name in given}
+    for defaults, own in ((muon, "muon_lr"), (adam, "adam_lr")):
+        if own in given:
+            defaults["lr"] = given.pop(own)
+    hidden = _hidden(model)
     groups = _groups(parameters)
     matrices = [_part(group, hidden.__contains__) for group in groups]
-    rest = [_part(group, lambda p: p not in hidden) for group in groups]
+    rest = [_part(group, lambda parameter: parameter not in hidden) for group in groups]
     found: list[Optimizer] = []
     if matrices := [group for group in matrices if group["params"]]:
-        found.append(_made("optimizer", optim.Muon, matrices, {"lr": 0.02, **decay, **given, **own["muon"]}))
+        found.append(_made("optimizer", optim.Muon, matrices, {**muon, **given}))
     if rest := [group for group in rest if group["params"]]:
-        found.append(_made("optimizer", optim.AdamW, rest, {**decay, **adam, **own["adam"]}))
+        found.append(_made("optimizer", optim.AdamW, rest, adam))
     return found
 
 
-def _is_outer(name: str) -> bool:
-    return any(part in name.lower() for part in _NOT_MUON)
+def _hidden(model: nn.Module) -> set[nn.Parameter]:
+    """The parameters that DeepSpeed's Muon steps. Raises ConfigError if torch's cannot step one."""
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad and p.ndim >= 2}
+    inner = {name: p for name, p in named.items() if not any(part in name.lower() for part in _NOT_MUON)}
+    if larger := [name for name, parameter in inner.items() if parameter.ndim > 2]:
+        raise ConfigError(
+            f"'optimizer.type' is 'Muon', but torch.optim.Muon steps matrices, and {some(larger)} "
+            "has more dimensions: create a list of optimizers in the program, and pass it to zero.initialize"
+        )
+    return set(inner.values())
 
 
 def _groups(parameters: Parameters) -> list[dict[str, Any]]:
