@@ -41,7 +41,8 @@ class Config(Validated):
         `engine.backward(loss)`, and `engine.step()` is an optimizer step after so many, with the gradient of
         their mean. Sums are kept in fp32.
     accumulate: "sharded" reduces every micro-batch and keeps only this rank's slice; "local" keeps whole
-        gradients and communicates once per optimizer step. Stage 1 is always local.
+        gradients and communicates once per optimizer step, or, where the engine does not count, in every
+        backward outside of `no_sync`. Stage 1 is always local.
     reduce_dtype: dtype in which gradients travel; None sends them in the dtype in which they were computed or
         accumulated.
     gather_dtype: 8-bit dtype in which matrices travel for computation (stage 3), rounded in blocks of 128
