@@ -17,7 +17,7 @@ from accelz.conformance.cluster import Clusters, Context
 from tests.zero.helpers.models import LanguageModel, tokens
 from zero.integrations import deepspeed
 from zero.integrations.deepspeed_blocks import build_optimizer, build_scheduler
-from zero.integrations.deepspeed_schedules import WarmupLR
+from zero.integrations.deepspeed_schedules import OneCycle, WarmupLR
 
 OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-2, "betas": [0.9, 0.95], "weight_decay": 0.1}}
 SCHEDULER = {
@@ -43,10 +43,10 @@ def model() -> LanguageModel:
     return LanguageModel()
 
 
-def train(engine: zero.Engine, steps: range, rank: int) -> list[Tensor]:
+def train(engine: zero.Engine, steps: range, rank: int, micros: int = 2) -> list[Tensor]:
     """DeepSpeed's loop; the losses of the micro-batches."""
     losses = []
-    for micro in range(steps.start * 2, steps.stop * 2):
+    for micro in range(steps.start * micros, steps.stop * micros):
         loss = engine(tokens(micro, rank, engine.module))["loss"]
         engine.backward(loss)
         engine.step()
@@ -103,6 +103,30 @@ def test_its_loop_trains_as_by_hand_and_goes_on_from_a_checkpoint(
     cluster: Clusters, stage: int, tmp_path: Path
 ) -> None:
     cluster(2).run(loop_body, stage=stage, path=str(tmp_path / "saved"))
+
+
+def one_cycle_body(context: Context) -> None:
+    cycle = {"cycle_min_lr": 1e-3, "cycle_max_lr": 1e-2, "cycle_first_step_size": 3}
+    more = {"scheduler": {"type": "OneCycle", "params": cycle}, "gradient_accumulation_steps": 1}
+    plain, ours = model(), model()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
+    scheduler = OneCycle(optimizer, **cycle)
+    engine, *_ = deepspeed.initialize(model=ours, config=settings(3, **more))
+    for step in range(8):
+        loss = plain(tokens(step, 0, plain))["loss"]
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        (found,) = train(engine, range(step, step + 1), 0, micros=1)
+        torch.testing.assert_close(found, loss.detach(), atol=1e-5, rtol=0)
+    assert engine.optimizer.param_groups[0]["betas"] == optimizer.param_groups[0]["betas"] != (0.9, 0.95)
+
+
+@pytest.mark.host
+def test_kernels_follow_the_momentum_of_a_cycle(cluster: Clusters) -> None:
+    cluster(1).run(one_cycle_body)
 
 
 def overflow_body(context: Context) -> None:

@@ -54,7 +54,10 @@ ARGUMENT_HINTS: Mapping[str, Mapping[str, str]] = {
         "first. Optimizers that call a closure more than once are refused",
         "lr_kwargs": "call the scheduler's step() yourself, with these arguments",
     },
-    "zero_grad": {"set_to_none": "gradients are dropped in any case; call engine.zero_grad()"},
+    "zero_grad": {
+        "set_to_none": "engine.zero_grad() drops gradients; optimizer.zero_grad(set_to_none=False), "
+        "which works without gradient_accumulation_steps, makes them zero"
+    },
     "state_dict": {
         "destination": _ALWAYS_WHOLE,
         "prefix": _ALWAYS_WHOLE,

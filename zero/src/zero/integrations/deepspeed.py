@@ -12,7 +12,7 @@ The loop stays; DeepSpeed is not needed.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +87,7 @@ class DeepSpeedEngine(Engine):
 def initialize(
     args: Any = None,
     model: nn.Module | None = None,
-    optimizer: Optimizer | Callable[[Any], Optimizer] | None = None,
+    optimizer: Optimizer | Sequence[Optimizer] | Callable[[Any], Optimizer] | None = None,
     model_parameters: Parameters | None = None,
     training_data: Dataset[Any] | None = None,
     lr_scheduler: Any = None,
@@ -101,9 +101,9 @@ def initialize(
 
     config: DeepSpeed's configuration, as a dict or the path of a JSON file; without it, that of
         args.deepspeed_config. Keys are converted as by `zero.from_deepspeed`.
-    optimizer, lr_scheduler: the object, or a function that makes it: of model_parameters, and of the
-        optimizer. They take the place of the configuration's sections, from which they are built otherwise.
-        engine.step() steps the scheduler, so the program does not.
+    optimizer, lr_scheduler: the object (of optimizers, also a list), or a function that makes it: of
+        model_parameters, and of the optimizer. They take the place of the configuration's sections, from
+        which they are built otherwise. engine.step() steps the scheduler, so the program does not.
     model_parameters: what to train: parameters or param_groups; None: all that require gradients.
     training_data: a data set. Each rank's loader has its share of it, in micro-batches, in another order in
         every epoch if `loader.sampler.set_epoch(epoch)` is called. Batches stay on the host.
@@ -156,13 +156,15 @@ def _ranks(group: dist.ProcessGroup | None) -> int:
 
 
 def _optimizer(
-    given: Optimizer | Callable[[Any], Optimizer] | None,
+    given: Optimizer | Sequence[Optimizer] | Callable[[Any], Optimizer] | None,
     block: Mapping[str, Any] | None,
     parameters: Parameters | None,
     model: nn.Module,
-) -> Optimizer | list[Optimizer] | None:
+) -> Optimizer | Sequence[Optimizer] | None:
     """The given optimizer, or else that of the configuration; None if there is none."""
-    if isinstance(given, Optimizer) or (given is None and not block):
+    if given is None and not block:
+        return None
+    if given is not None and not callable(given):
         return given
     if parameters is None:
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
