@@ -184,6 +184,10 @@ READINGS: dict[str, Use] = {
     "whether finite": lambda m: all(bool(p.grad.isfinite().all()) for p in with_gradient(m)),
     "whether some are not": lambda m: any(bool(p.grad.isnan().any()) for p in with_gradient(m)),
     "copies": lambda m: [p.grad.detach().clone().tolist() for p in with_gradient(m)],
+    "whole tensors": lambda m: [
+        (p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad).tolist()
+        for p in with_gradient(m)
+    ],
     "doubles": lambda m: [p.grad.double().tolist() for p in with_gradient(m)],
     "memory of the host": lambda m: [p.grad.cpu().numpy().tolist() for p in with_gradient(m)],
     "sums": lambda m: [float((p.grad + 2 * p.grad).sum()) for p in with_gradient(m)],

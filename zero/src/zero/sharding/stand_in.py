@@ -136,6 +136,10 @@ class ShardedGradient(GradientStandIn):
         parameter, held = self.of
         return held.full(parameter).to(self.dtype)
 
+    def full_tensor(self) -> Tensor:
+        """`whole`, by the name that it has where gradients are DTensors. Collective."""
+        return self.whole()
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls,
