@@ -61,6 +61,7 @@ class HeldGradients:
         self._multipliers: dict[nn.Parameter, tuple[Multiplier, ...]] = {}
         self._pieces: dict[GroupGradients, Tensor] = {}
         self._copied: tuple[Tensor, int, Tensor] | None = None  # the last multiplier, its version, a copy
+        self._dropped: set[nn.Parameter] = set()  # whose old values are still there
         self._unscaled = False  # by a GradScaler
         self._norms: dict[float, tuple[Tensor, ...]] = {}  # of the slices' sums, by order and parameter
 
@@ -98,11 +99,12 @@ class HeldGradients:
         self._change(parameter, lambda values, _: values.zero_())
 
     def drop(self, parameters: Set[nn.Parameter]) -> None:
-        """Drop these gradients: as long as no others come, their parameters take no part in a step."""
+        """Drop these gradients: as long as no others come, their parameters take no part in a step. What is
+        left of them is made zero when it would count; often all others are dropped before."""
         for parameter in parameters:
-            self.zero(parameter)
             gradients, index = self._places[parameter]
             gradients.forget(index)
+        self._dropped |= parameters
         self._stand_ins.hide(parameters)
 
     def full(self, parameter: nn.Parameter) -> Tensor:
@@ -171,6 +173,7 @@ class HeldGradients:
         self._stand_ins.hide()
         self._of_pieces.hide()
         self._multipliers.clear()
+        self._dropped.clear()
         self._copied = None
         self._norms.clear()
 
@@ -206,13 +209,16 @@ class HeldGradients:
         return shared or ()
 
     def _take_in(self) -> None:
-        """Drop the gradients that the program has removed. Raises UsageError for those that it has
-        replaced."""
+        """Drop the gradients that the program has removed, and make what is dropped zero. Raises UsageError
+        for those that it has replaced."""
         if replaced := self._stand_ins.replaced():
             raise UsageError(_REPLACED.format(some([self._name(each) for each in replaced])))
         removed = self._stand_ins.removed()
         self._changes["parameters whose `.grad` was removed"] = [self._name(each) for each in removed]
         self.drop(set(removed))
+        for parameter in self._dropped:
+            self.zero(parameter)
+        self._dropped.clear()
 
     def _shared_multipliers(self) -> tuple[Multiplier, ...] | None:
         """What multiplies all gradients; None where they are multiplied by different numbers."""
@@ -255,6 +261,7 @@ class HeldGradients:
     def clip(self, max_norm: float) -> Tensor:
         """Multiply all gradients so that their L2 norm is at most `max_norm`; return the norm before.
         Collective."""
+        self._take_in()
         shared = self._shared_multipliers()
         if shared is None:
             self._apply_multipliers()
