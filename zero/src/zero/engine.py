@@ -118,7 +118,7 @@ class Engine:
             f"{self.world_size}, after {self.steps} steps: Config({settings})>"
         )
 
-    def __iter__(self) -> NoReturn:
+    def __getitem__(self, index: object) -> NoReturn:  # unpacking comes here; an engine is not iterable
         raise no_tuple("Engine")
 
     def __getattr__(self, name: str) -> Any:
