@@ -168,7 +168,7 @@ def habits_body(context: Context) -> dict[str, str]:
                 getattr(engine, method)(*positional.get(method, ()), **{name: None})
             assert str(refused.value) == f"engine.{method}() takes no {name}=: {hint}"
     with pytest.raises(TypeError, match=r"no tuple: .* write engine = zero\.initialize"):
-        _, _, _, _ = engine
+        _, _, _, _ = engine  # type: ignore[attr-defined]
     with pytest.raises(TypeError, match="such_thing"):
         engine.backward(loss, such_thing=True)  # type: ignore[call-arg]
     engine.backward(loss)
