@@ -13,7 +13,6 @@ import zero
 from accelz.conformance.cluster import Clusters, Context
 from tests.zero.helpers.compiled_models import FAULTS, LENGTH, Watched, build, fresh, tokens
 from tests.zero.helpers.late_stream import run_late
-from tests.zero.helpers.loops import train_on
 from tests.zero.helpers.models import device_of
 from tests.zero.helpers.training import relative_error
 
@@ -91,7 +90,8 @@ def paths_body(context: Context) -> dict[str, Any]:
                 loss = engine(tokens(2 * step + part, context.rank, engine.module, LENGTH + 64 * part))
                 with torch.no_grad():
                     values.append(engine(tokens(20, context.rank, engine.module, LENGTH)))
-                train_on(engine, loss)
+                engine.backward(loss)
+                engine.step()
                 values += [thrown.detach(), loss.detach()]
         return [value.item() for value in values]
 
@@ -143,7 +143,8 @@ def late_body(context: Context) -> dict[str, Any]:
         losses[where] = []
         for step in range(3):
             loss = engine(tokens(step, context.rank, engine.module, LENGTH))
-            train_on(engine, loss)
+            engine.backward(loss)
+            engine.step()
             losses[where].append(loss.item())
     return losses
 

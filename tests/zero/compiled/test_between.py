@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 import zero
 from accelz.conformance.cluster import Clusters, Context
 from tests.zero.helpers.compiled_models import WIDTH, Transformer, tokens
-from tests.zero.helpers.loops import train_on
 from tests.zero.helpers.models import device_of
 from tests.zero.helpers.training import adamw
 
@@ -51,7 +50,8 @@ def batch(engine: zero.Engine, step: int) -> Tensor:
 
 def train(engine: zero.Engine, step: int) -> float:
     loss = engine(batch(engine, step))
-    train_on(engine, loss)
+    engine.backward(loss)
+    engine.step()
     return float(loss)
 
 
@@ -108,7 +108,8 @@ def between_body(context: Context, path: str, compile: zero.Compile | None, stag
         engine.reload_states()
         loss = engine(batch(engine, step))
         go(engine)
-        train_on(engine, loss)
+        engine.backward(loss)
+        engine.step()
         found["losses"].append(float(loss))
     return found
 
@@ -150,7 +151,8 @@ def saved_body(context: Context, stage: int) -> dict[str, Any]:
             else:
                 with hooks():
                     loss = engine(batch(engine, step))
-            train_on(engine, loss)
+            engine.backward(loss)
+            engine.step()
             found[name].append(float(loss))
     sizes = {parameter.numel() for parameter in engine.module.parameters()}
     return found | {"seen": set(seen), "sizes": sizes, "mode": engine.explain().mode}

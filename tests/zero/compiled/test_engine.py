@@ -15,7 +15,6 @@ import accelz
 import zero
 from accelz.conformance.cluster import Clusters, Context
 from tests.zero.helpers.compiled_models import FAULTS, WIDTH, Watched, Writing, fresh, tokens
-from tests.zero.helpers.loops import train_on
 from tests.zero.helpers.models import device_of
 from tests.zero.helpers.training import adamw, collected, living
 
@@ -31,7 +30,8 @@ def step(engine: zero.Engine, number: int, autocast: bool = False) -> float:
     device = device_of(engine.module).type
     with torch.autocast(device, torch.bfloat16, enabled=autocast):
         loss = engine(tokens(number, engine.rank, engine.module))
-    train_on(engine, loss)
+    engine.backward(loss)
+    engine.step()
     return loss.item()
 
 
@@ -139,7 +139,8 @@ def exceptions_body(context: Context) -> dict[str, Any]:
 
     def train() -> float:
         loss = engine(x)
-        train_on(engine, loss)
+        engine.backward(loss)
+        engine.step()
         return loss.item()
 
     train()

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 import zero
 from accelz.conformance.cluster import Clusters, Context
 from tests.zero.helpers.compiled_models import FAULTS, WIDTH, Transformer, Watched, tokens
-from tests.zero.helpers.loops import train_on
 from tests.zero.helpers.models import device_of
 from tests.zero.helpers.optimizers import lion
 from tests.zero.helpers.training import adamw, collected
@@ -160,7 +159,8 @@ def think_twice(engine: zero.Engine) -> None:
 def two_in_one(engine: zero.Engine) -> None:
     """Two graphs, which share all parameters, under one backward."""
     parts = [engine(tokens(n, engine.rank, engine.module, LENGTH)) for n in (53, 54)]
-    train_on(engine, parts[0] + parts[1])
+    engine.backward(parts[0] + parts[1])
+    engine.step()
 
 
 def other_lengths(engine: zero.Engine) -> None:
@@ -256,7 +256,8 @@ def exceptions_body(context: Context) -> dict[str, Any]:
     x = torch.ones(1 << 10, WIDTH, device=device_of(engines[0].module))
 
     def train(engine: zero.Engine) -> None:
-        train_on(engine, engine(x))
+        engine.backward(engine(x))
+        engine.step()
 
     held = []
     for engine in engines:
@@ -309,14 +310,16 @@ def peak(engine: zero.Engine, length: int) -> dict[str, Any]:
     memory, device = engine.accelerator.memory, engine.accelerator.device
     x = tokens(2, engine.rank, engine.module, length).to(device)
     for _ in range(2):
-        train_on(engine, engine(x))
+        engine.backward(engine(x))
+        engine.step()
     stayed = there(engine)
     loss = engine(x)
     sent = there(engine)
     del loss
     gc.collect()
     rest = memory.stats().allocated - x.nbytes
-    train_on(engine, engine(x))
+    engine.backward(engine(x))
+    engine.step()
     memory.reset_peak()
     loss = engine(x)
     engine.backward(loss)

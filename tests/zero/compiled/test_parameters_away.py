@@ -10,7 +10,6 @@ import pytest
 import zero
 from accelz.conformance.cluster import Clusters, Context
 from tests.zero.helpers.compiled_models import fresh, tokens
-from tests.zero.helpers.loops import train_on
 from tests.zero.helpers.training import adamw
 
 STEPS = 3
@@ -27,7 +26,8 @@ def train(context: Context, tier: str, folder: str | None, compile: zero.Compile
     for step in range(STEPS):
         rest.append(memory.stats().allocated)
         loss = engine(tokens(step, context.rank, model))
-        train_on(engine, loss)
+        engine.backward(loss)
+        engine.step()
         losses.append(loss.item())
         del loss
     state = {name: value.sum().item() for name, value in engine.state_dict().items()}

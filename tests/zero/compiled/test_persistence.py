@@ -13,7 +13,6 @@ import zero
 from accelz.conformance.cluster import Clusters, Context
 from tests.capacity import capacity
 from tests.zero.helpers.compiled_models import VOCABULARY, WIDTH, fresh, tokens
-from tests.zero.helpers.loops import train_on
 from tests.zero.helpers.training import adamw
 from zero.compiled.persistence import WARM_UP, WATCHED, PersistCandidate, choose
 
@@ -59,7 +58,8 @@ def train(engine: zero.Engine, steps: int, first: int = 0) -> list[float]:
     losses = []
     for step in range(first, first + steps * engine.config.gradient_accumulation_steps):
         loss = engine(tokens(step, engine.rank, engine.module))
-        train_on(engine, loss)
+        engine.backward(loss)
+        engine.step()
         losses.append(loss.item())
     return losses
 

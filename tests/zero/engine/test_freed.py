@@ -16,7 +16,6 @@ from torch import Tensor, fx, nn
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
-from tests.zero.helpers.loops import train_on
 from tests.zero.helpers.models import device_of
 from tests.zero.helpers.training import adamw
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
@@ -50,7 +49,8 @@ def trained(config: zero.Config, optimizer: Callable[[nn.Module], torch.optim.Op
     model = layers()
     engine = zero.initialize(model, optimizer(model), config)
     for _ in range(2):
-        train_on(engine, engine(torch.ones(2, WIDTH, device=device_of(model))).square().mean())
+        engine.backward(engine(torch.ones(2, WIDTH, device=device_of(model))).square().mean())
+        engine.step()
     return engine
 
 

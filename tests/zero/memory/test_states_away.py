@@ -16,7 +16,6 @@ from torch import Tensor
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
-from tests.zero.helpers.loops import train_on
 from tests.zero.helpers.models import fresh, language_loss
 from tests.zero.helpers.optimizers import adagrad
 from tests.zero.helpers.training import Run, adamw, collect_all, collected, same_bits
@@ -38,7 +37,8 @@ def train(context: Context, away: bool, path: str, optimizer: Any = adamw, **set
     run = Run()
     for step in range(4):
         loss = language_loss(model, step, context.rank)
-        train_on(engine, loss)
+        engine.backward(loss)
+        engine.step()
         run.losses.append(loss.item())
         del loss
         if away and step == 1:
@@ -92,14 +92,16 @@ def evaluated_body(context: Context, path: str) -> dict[str, bool]:
             config = zero.Config(stage=stage, precision=precision, timeout=20)  # type: ignore[arg-type]
             engine = zero.initialize(model := fresh(), optimizer(model), config)
             for step in range(2):
-                train_on(engine, language_loss(model, step, context.rank))
+                engine.backward(language_loss(model, step, context.rank))
+                engine.step()
                 with mode():
                     engine.offload_states()
                     engine.reload_states()
             with mode():
                 engine.save_checkpoint(Path(path, "evaluated"))
                 engine.load_checkpoint(Path(path, "evaluated"))
-            train_on(engine, language_loss(model, 2, context.rank))
+            engine.backward(language_loss(model, 2, context.rank))
+            engine.step()
             runs.append(Run(state=engine.state_dict(master=True)))
         found[f"stage {stage} {precision}"] = same_bits(*runs)
     return found
@@ -240,7 +242,8 @@ def _trained(stage: Any, precision: Any = "bf16") -> zero.Engine:
 
 
 def _step(engine: zero.Engine, step: int) -> None:
-    train_on(engine, language_loss(engine.module, step, engine.rank))
+    engine.backward(language_loss(engine.module, step, engine.rank))
+    engine.step()
 
 
 def refused_body(context: Context) -> dict[str, bool]:
@@ -254,7 +257,8 @@ def refused_body(context: Context) -> dict[str, bool]:
             state = engine.state_dict()
             if away:
                 _refuse_everything(engine, loss, state)
-            train_on(engine, loss)
+            engine.backward(loss)
+            engine.step()
             with zero.gathered(model.blocks[0].up.weight, write_rank=0), torch.no_grad():
                 model.blocks[0].up.weight.mul_(2)
             runs.append(Run(state=engine.state_dict(master=True)))

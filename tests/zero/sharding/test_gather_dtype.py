@@ -15,7 +15,6 @@ from torch.func import functional_call
 import zero
 from accelz import Kernels
 from accelz.conformance.cluster import Clusters, Context
-from tests.zero.helpers.loops import train_on
 from tests.zero.helpers.models import LanguageModel, device_of, tokens
 from tests.zero.helpers.training import (
     Run,
@@ -194,7 +193,8 @@ def traffic_body(context: Context) -> dict[str, Any]:
     config = zero.Config(gather_dtype="int8", units=("Linear",), prefetch=0, timeout=20)
     engine = zero.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), config)
     x = torch.ones(2, 256, device=engine.accelerator.device)
-    train_on(engine, engine(x).square().mean())
+    engine.backward(engine(x).square().mean())
+    engine.step()
     engine.traffic.clear()
     with torch.no_grad():
         engine(x)
@@ -315,7 +315,8 @@ def checkpoint_body(context: Context, path: str, load: bool, gather_dtype: str |
         engine.load_checkpoint(path)
     else:
         for step in range(3):
-            train_on(engine, language_loss(model, step, 0))
+            engine.backward(language_loss(model, step, 0))
+            engine.step()
         engine.save_checkpoint(path)
     run.state = engine.state_dict()
     return run
@@ -344,7 +345,8 @@ def adapter_body(context: Context) -> dict[str, Any]:
     for step in range(STEPS):
         with torch.autocast(device_of(model).type, torch.bfloat16):
             loss = language_loss(model, step % 2, context.rank)
-        train_on(engine, loss)
+        engine.backward(loss)
+        engine.step()
         losses.append(loss.item())
     state = engine.state_dict()
     frozen = not state or all(torch.equal(state[name], value) for name, value in before.items())

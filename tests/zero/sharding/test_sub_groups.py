@@ -15,7 +15,6 @@ import zero
 from accelz.conformance.cluster import Clusters, Context
 from tests.capacity import capacity
 from tests.zero.helpers.fingerprint import fingerprint
-from tests.zero.helpers.loops import train_on
 from tests.zero.helpers.training import adamw, collected
 from zero.config.offload import MeasuredOffload
 from zero.optimizer.streamed_record import StreamedRecord
@@ -49,7 +48,8 @@ def one_step(engine: zero.Engine, step: int, batch: int = BATCH) -> float:
     generator = torch.Generator().manual_seed(10 * step + engine.rank)
     tokens = torch.randint(VOCABULARY, (batch,), generator=generator).to(engine.accelerator.device)
     loss = engine(tokens)
-    train_on(engine, loss)
+    engine.backward(loss)
+    engine.step()
     return loss.item()
 
 

@@ -12,7 +12,6 @@ from torch.utils.checkpoint import checkpoint
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
-from tests.zero.helpers.loops import train_on
 from tests.zero.helpers.models import WIDTH, Block, features
 from tests.zero.helpers.paths import decaying, error_of
 from tests.zero.helpers.training import (
@@ -244,7 +243,8 @@ def two_backwards_body(context: Context) -> float:
         for step in range(4):
             losses = [whole(model, each, context.rank) for each in (step, step + 1)]
             for loss in reversed(losses):
-                train_on(engine, loss)
+                engine.backward(loss)
+                engine.step()
         states.append(engine.state_dict())
         check_order(engine)
     return state_error(states[1], states[0]) if context.rank == 0 else 0.0
@@ -261,7 +261,8 @@ def gathers_body(context: Context) -> list[int]:
     counts = []
     for step in range(4):
         engine.traffic.clear()
-        train_on(engine, model(features(step, context.rank, model), step % 2 == 1))
+        engine.backward(model(features(step, context.rank, model), step % 2 == 1))
+        engine.step()
         counts.append(engine.traffic.calls["all_gather"])
     return counts
 
@@ -279,7 +280,8 @@ def turns_body(context: Context, frozen: tuple[str, ...]) -> list[int]:
     engine = zero.initialize(model, decaying(model), zero.Config(units=units, timeout=10))
     counts = []
     for step in range(4):
-        train_on(engine, model(features(step, context.rank, model), step % 2 == context.rank))
+        engine.backward(model(features(step, context.rank, model), step % 2 == context.rank))
+        engine.step()
         counts.append(living(Call))
     return counts
 

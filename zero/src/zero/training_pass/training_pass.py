@@ -35,6 +35,7 @@ from zero.sharding.alterations import changed_since
 from zero.sharding.autocast import AutocastWarnings
 from zero.sharding.exact import computes_in
 from zero.sharding.flat_group import FlatGroup
+from zero.sharding.lifetime import weakly
 from zero.sharding.sharded_unit import Keep, ShardedUnit
 from zero.sharding.tensors import map_tensors
 from zero.sharding.uncopied import Uncopied
@@ -446,7 +447,7 @@ class TrainingPass(Uncopied):
         self._retains = torch._C._autograd._get_current_graph_task_keep_graph()
         self._by_itself, self._depth = True, runs_under_way()
         self.begin()
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_by_itself)
+        torch.autograd.Variable._execution_engine.queue_callback(weakly(self._end_by_itself))
 
     def _end_by_itself(self) -> None:
         try:
