@@ -428,3 +428,23 @@ def test_a_rank_may_have_no_part_of_an_optimizer(cluster: Clusters) -> None:
     assert results == [results[0]] * 3
     assert results[0][0] == [4.0, 2.0, 2.0]
     assert results[0][1] != 1.0
+
+
+def moved_body(context: Context) -> None:
+    """Records that move between backward and step, as to make room for an evaluation."""
+    model = fresh()
+    optimizer = adamw(model)
+    engine = zero.initialize(model, optimizer, zero.Config(timeout=20))
+    scaler = torch.amp.GradScaler(engine.device.type, init_scale=4.0)
+    for step in range(2):
+        scaler.scale(language_loss(model, step, context.rank)).backward()
+        engine._boundary.optimizer.offload_state()
+        engine._boundary.optimizer.reload_state()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    assert engine.steps == 2
+
+
+def test_records_may_move_between_backward_and_step(cluster: Clusters) -> None:
+    cluster(2).run(moved_body)

@@ -199,15 +199,15 @@ class Engine:
     def no_sync(self) -> Iterator[None]:
         """In the block, backwards are not the last of a step, as in DistributedDataParallel.
 
-        Needs Config(gradient_accumulation_steps=None); with a number, the engine knows the last one itself.
+        Not with a number for gradient_accumulation_steps: the engine then knows the last one itself.
         With accumulate="local" and in stage 1, ranks exchange no gradients in the block. Otherwise each
         backward leaves this rank's slice of the sum over the ranks, as always, and only an exchange of which
         parameters were used is saved. The last backward of a step must be outside.
         """
         if self.config.gradient_accumulation_steps is not None:
             raise UsageError(
-                "no_sync() needs zero.Config(gradient_accumulation_steps=None); with a number of "
-                "micro-batches, accumulate='local' reduces once per step"
+                "no_sync() needs a loop that decides when a step is due: leave gradient_accumulation_steps "
+                "out of zero.Config; with a number, accumulate='local' reduces once per step"
             )
         before, self._pass.sums_ranks = self._pass.sums_ranks, False
         try:

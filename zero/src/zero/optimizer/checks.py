@@ -12,7 +12,7 @@ from zero.optimizer.kernel_rules import rule_for
 from zero.optimizer.stepping import LOOKS_AT_MATRICES, is_known
 from zero.warning import warn
 
-NEVER = {"LBFGS": "it needs a closure", "SparseAdam": "it needs sparse gradients"}
+NEVER = {"LBFGS": "it calls its closure many times in a step", "SparseAdam": "it needs sparse gradients"}
 
 
 def check_optimizer(optimizer: Optimizer, model: nn.Module, config: Config) -> dict[nn.Parameter, int]:

@@ -3,7 +3,7 @@ sub-groups' records."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,10 @@ PieceStates = list[tuple[SteppedPiece, dict[str, Any]]]
 
 
 class InstalledPieces:
-    """The pieces of sub-groups in the optimizer's param_groups, from `install` on."""
+    """The pieces of sub-groups in the optimizer's param_groups, from `install` on.
+
+    moved: what to call, if it is alive, when pieces have got other memory: torch takes their `grad` away.
+    """
 
     def __init__(self, optimizer: Optimizer, subs_of: Mapping[FlatGroup, Sequence[SteppedSubGroup]]) -> None:
         self._optimizer = optimizer
@@ -31,6 +34,7 @@ class InstalledPieces:
         self._subs = [stepped for subs in subs_of.values() for stepped in subs]
         self._versions: dict[SteppedSubGroup, list[int]] = {}
         self._lengths: list[int] = []
+        self.moved: Callable[[], Callable[[], None] | None] = lambda: None
 
     def install(self) -> None:
         """Put the pieces into param_groups, in place of the parameters that they are parts of."""
@@ -89,6 +93,8 @@ class InstalledPieces:
             self.show_state(stepped, stepped.rule)
         versions = stepped.piece_versions()  # these differ where a piece comes from another kind of memory
         self._versions[stepped] = [version - was_changed for version in versions]
+        if (tell := self.moved()) is not None:
+            tell()
 
     def show_state(self, stepped: SteppedSubGroup, rule: Rule) -> None:
         """Make the state of the pieces views of the record and the count. rule: of the kernel."""

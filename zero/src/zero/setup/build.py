@@ -89,15 +89,22 @@ def _attach(engine: Engine, sharded: Sharded, optimizer: Optimizer | Sequence[Op
     Raises, before anything is changed, OptimizerError, ConfigError, and RankMismatchError if ranks have
     different optimizers.
     """
-    model, config, joined = engine.module, sharded.config, joint(optimizer)
-    param_group_of = check_optimizer(joined, model, config)
-    check_offload(model, joined, config)
-    ways = steppings(joined, config)
+    stepper = _stepper(engine.module, sharded, joint(optimizer))
+    steps, interrupted = engine.steps, engine._integrity.interrupted
+    Engine.__init__(engine, **_parts(engine.module, sharded, stepper, engine._pass))
+    engine._boundary.steps, engine._integrity.interrupted = steps, interrupted
+
+
+def _stepper(model: nn.Module, sharded: Sharded, optimizer: Optimizer) -> Stepper:
+    """How an optimizer steps groups that are there already; see `_attach`. Collective."""
+    param_group_of = check_optimizer(optimizer, model, sharded.config)
+    check_offload(model, optimizer, sharded.config)
+    ways = steppings(optimizer, sharded.config)
     kinds = {g: of_group(list(zip(g.names, g.parameters, strict=True)), ways) for g in sharded.trainable}
     names = {p: name for group in kinds for name, p in zip(group.names, group.parameters, strict=True)}
     told = {names[parameter]: index for parameter, index in param_group_of.items() if parameter in names}
     sharded.communicator.check_equal(
-        {"the optimizer": f"{kinds_of_groups(joined)} {list(ways.values())} {told}"}
+        {"the optimizer": f"{kinds_of_groups(optimizer)} {list(ways.values())} {told}"}
     )
     whole = [p for group, way in kinds.items() if way.whole and group.shards > 1 for p in group.parameters]
     by = share_out(((p, p.numel()) for p in whole), sharded.units[0].groups[0].mesh.shards.size)
@@ -105,10 +112,7 @@ def _attach(engine: Engine, sharded: Sharded, optimizer: Optimizer | Sequence[Op
         group: GroupStepping(way.rule, tuple(by[p] for p in group.parameters if p in by) or None)
         for group, way in kinds.items()
     }
-    stepper = Stepper(optimizer=joined, param_group_of=param_group_of, stepping=stepping)
-    steps, before = engine.steps, engine._integrity.interrupted
-    Engine.__init__(engine, **_parts(model, sharded, stepper, engine._pass))
-    engine._boundary.steps, engine._integrity.interrupted = steps, before
+    return Stepper(optimizer=optimizer, param_group_of=param_group_of, stepping=stepping)
 
 
 def _parts(

@@ -8,6 +8,7 @@ optimizer's kernel applies; others are applied to the slices.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterable, Set
 from contextlib import AbstractContextManager
 from functools import partial
@@ -58,6 +59,8 @@ class HeldGradients:
         self._changes = changes
         self._stand_ins = StandIns(ShardedGradient)
         self._of_pieces = StandIns(PieceGradient)
+        self._pieces_shown = False  # and not yet looked at by a step
+        optimizer.installed.moved = weakref.WeakMethod(self._show_moved_pieces)
         self._multipliers: dict[nn.Parameter, tuple[Multiplier, ...]] = {}
         self._pieces: dict[GroupGradients, Tensor] = {}
         self._copied: tuple[Tensor, int, Tensor] | None = None  # the last multiplier, its version, a copy
@@ -149,6 +152,11 @@ class HeldGradients:
             if any(have.used for have in sharded.of(each, self._reducer.all))
         ]
         self._of_pieces.show(having, self)
+        self._pieces_shown = True
+
+    def _show_moved_pieces(self) -> None:
+        if self._pieces_shown:
+            self.show_pieces()
 
     def resume(self) -> None:
         """Take them away for another backward, whose gradients are added to these.
@@ -170,6 +178,7 @@ class HeldGradients:
         """Take them away: there are no gradients any more."""
         self._factor.drop()
         self._unscaled = False
+        self._pieces_shown = False
         self._stand_ins.hide()
         self._of_pieces.hide()
         self._multipliers.clear()
@@ -191,6 +200,7 @@ class HeldGradients:
             raise UsageError(_NOT_SCALED)
         if self._of_pieces.removed() or self._of_pieces.replaced():
             raise UsageError(_OPTIMIZERS)
+        self._pieces_shown = False
         self._take_in()
         shared = self._shared_multipliers()
         if self._factor.norm is None and (norms := self._norms.get(2.0)):
