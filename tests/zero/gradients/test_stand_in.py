@@ -236,22 +236,6 @@ def test_what_is_read_is_what_unsharded_training_has(cluster: Clusters, stage: i
     cluster(2).run(readings_body, stage=stage)
 
 
-def traffic_body(context: Context) -> tuple[int, int]:
-    """Collectives of a clipping, and of a step in which it is asked once more."""
-    model = fresh()
-    engine = zero.initialize(model, adamw(model), zero.Config(timeout=30))
-    engine.backward(language_loss(model, 0, context.rank))
-    before = sum(engine.traffic.calls.values())
-    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-    clipped = sum(engine.traffic.calls.values())
-    nn.utils.clip_grad_norm_(model.parameters(), 0.25)
-    return clipped - before, sum(engine.traffic.calls.values()) - clipped
-
-
-def test_clipping_takes_one_collective_for_all_parameters(cluster: Clusters) -> None:
-    assert cluster(2).run(traffic_body) == [(1, 0)] * 2
-
-
 ALONE: dict[str, tuple[Use, str]] = {
     "removed": (some_removed, "`.grad` was removed"),
     "multiplied": (lambda m: [p.grad.mul_(0.5) for p in with_gradient(m)], "multiplied before the last step"),

@@ -45,6 +45,8 @@ _METHODS = frozenset(
 )
 
 
+_GRAD: Any = Tensor.grad
+
 _serving: set[Callable[..., Any]] = set()
 
 
@@ -86,6 +88,23 @@ class ShardedParameter(nn.Parameter):
         if func is torch.Tensor.detach and _blocks and REASON_ATTRIBUTE not in own:
             return AbsentValues.of(args[0])
         raise _refused(func, own)
+
+    @property
+    def grad(self) -> Tensor | None:
+        """As a parameter's. Read and set for every parameter in every step: a third of the time that it takes
+        through `__torch_function__`."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return _GRAD.__get__(self)  # type: ignore[no-any-return]
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            _GRAD.__set__(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            _GRAD.__delete__(self)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         name = self.__dict__.get(NAME_ATTRIBUTE, "?")

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _foreach_utils
 from torch.utils._pytree import tree_map
 
 from zero.errors import UsageError
@@ -30,11 +31,11 @@ Answer = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 class HeldGradient(Protocol):
     """What stands behind a stand-in."""
 
-    def norm(self, parameter: nn.Parameter, order: float) -> Tensor:
-        """The norm of the parameter's gradient, 0-dim fp32. Collective, once for all parameters."""
+    def norms_of(self, parameters: Sequence[nn.Parameter], order: float) -> Tensor:
+        """The norms of the parameters' gradients, (parameters,), fp32. Collective, once for all there are."""
 
-    def multiply(self, parameter: nn.Parameter, by: Multiplier) -> None:
-        """Multiply the gradient, at the latest when it is stepped."""
+    def multiply(self, parameters: Iterable[nn.Parameter], by: Multiplier) -> None:
+        """Multiply the gradients, at the latest when they are stepped."""
 
     def zero(self, parameter: nn.Parameter) -> None:
         """Make the gradient zero."""
@@ -247,7 +248,7 @@ def _answer_norm(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     if more or not isinstance(given, ShardedGradient) or not isinstance(order, (int, float)):
         return _answer_whole(func, args, kwargs)
     parameter, held = given.of
-    return held.norm(parameter, float(order)).to(given.dtype)
+    return held.norms_of([parameter], float(order)).to(given.dtype).squeeze(0)
 
 
 _OF_A_NORM = ("dim", "keepdim", "dtype", "out")
@@ -261,7 +262,14 @@ def _answer_norms(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
     """`torch._foreach_norm`."""
     tensors, *more = args
     order = (*more, _order_in(kwargs))[0]
-    return [torch.linalg.vector_norm(each, order) for each in tensors]
+    wanted = (*more, None, kwargs.get("dtype"))[1] or kwargs.get("dtype")
+    with torch._C.DisableTorchFunctionSubclass():
+        dtypes = {each.dtype for each in tensors}
+    together = _together(tensors) if len(dtypes) == 1 and wanted is None else None
+    if together is None:
+        return [torch.linalg.vector_norm(each, order, dtype=wanted) for each in tensors]
+    parameters, held = together
+    return [*held.norms_of(parameters, float(order)).to(dtypes.pop()).unbind()]
 
 
 def _answer_product(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -270,16 +278,29 @@ def _answer_product(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
     if not isinstance(given, ShardedGradient) or not _is_number(by) or kwargs.keys() - {"other"}:
         return _answer_whole(func, args, kwargs)
     parameter, held = given.of
-    held.multiply(parameter, 1 / by if func in _DIVISIONS else by)
+    held.multiply([parameter], 1 / by if func in _DIVISIONS else by)
     return given
 
 
-def _answer_products(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _answer_products(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """`torch._foreach_mul_` and `torch._foreach_div_`."""
     tensors, by = args
+    if _is_number(by) and (together := _together(tensors)):
+        parameters, held = together
+        held.multiply(parameters, 1 / by if func in _DIVISIONS else by)
+        return
     each = by if isinstance(by, (list, tuple)) else [by] * len(tensors)
     for tensor, number in zip(tensors, each, strict=True):
         tensor.div_(number) if func in _DIVISIONS else tensor.mul_(number)
+
+
+def _together(tensors: Sequence[Any]) -> tuple[list[nn.Parameter], HeldGradient] | None:
+    """The parameters of stand-ins, and what stands behind them all; None unless one thing does."""
+    if not all(type(each) is ShardedGradient for each in tensors):
+        return None
+    found = [each.of for each in tensors]
+    held = {id(each) for _, each in found}
+    return ([parameter for parameter, _ in found], found[0][1]) if len(held) == 1 else None
 
 
 def _answer_zero(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -377,6 +398,9 @@ ShardedGradient.answers = {
     torch._foreach_zero_: _answer_zeros,
     **dict.fromkeys((Tensor.detach, Tensor.detach_, _DATA.__get__), _answer_itself),
 }
+getattr(_foreach_utils, "_foreach_supported_types", []).append(ShardedGradient)
+"""Torch's clipping then asks for all gradients at once, as it does of DTensors: half the time. The list is
+private; without it, each is asked for by itself."""
 
 _OF_A_PIECE = (
     "needs the values of the gradient of an optimizer's parameter, which is a slice and of this rank alone. "

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -70,20 +70,23 @@ class HeldGradients:
 
     # -- what stand-ins ask for ----------------------------------------------------------------------
 
-    def norm(self, parameter: nn.Parameter, order: float = 2.0) -> Tensor:
-        """The norm of one gradient, 0-dim fp32. The first call of an order is collective."""
+    def norms_of(self, parameters: Sequence[nn.Parameter], order: float = 2.0) -> Tensor:
+        """The norms of these gradients, (parameters,), fp32. The first call of an order is collective."""
         if order not in self._norms:
-            self._norms[order] = tuple(self._measure(order).unbind())
-        found = self._norms[order][self._numbers[parameter]]
-        for each in self._multipliers.get(parameter, ()):
-            found = found * abs(_on(each, found))
-        return found.clone()
+            self._norms[order] = self._measure(order).unbind()
+        known = self._norms[order]
+        found = torch.stack([known[self._numbers[each]] for each in parameters])
+        for norm, parameter in zip(found, parameters, strict=True) if self._multipliers else ():
+            for by in self._multipliers.get(parameter, ()):
+                norm.mul_(abs(_on(by, norm)))
+        return found
 
-    def multiply(self, parameter: nn.Parameter, by: Multiplier) -> None:
-        """Multiply one gradient."""
+    def multiply(self, parameters: Iterable[nn.Parameter], by: Multiplier) -> None:
+        """Multiply gradients."""
         if isinstance(by, Tensor):
             by = self._copy_of(by)
-        self._multipliers[parameter] = (*self._multipliers.get(parameter, ()), by)
+        for parameter in parameters:
+            self._multipliers[parameter] = (*self._multipliers.get(parameter, ()), by)
 
     def _copy_of(self, number: Tensor) -> Tensor:
         """The number as it is now, 0-dim, which the program may change before the step. For all gradients
@@ -165,8 +168,7 @@ class HeldGradients:
         """
         self._take_in()
         if (by := self._factor.rescaling()) is not None:
-            for parameter in self._reducer.used():
-                self.multiply(parameter, by)
+            self.multiply(self._reducer.used(), by)
         self._apply_multipliers()
         self.hide()
 
@@ -261,12 +263,10 @@ class HeldGradients:
             for index in have.used
         ]
         self._unscaled = True
-        norms = [self.norm(parameter) for parameter in parameters]
-        if norms:
-            found = (~torch.isfinite(torch.stack(norms))).any().to(found_inf.device, found_inf.dtype)
+        if parameters:
+            found = (~torch.isfinite(self.norms_of(parameters))).any().to(found_inf.device, found_inf.dtype)
             found_inf.copy_(torch.maximum(found_inf, found.reshape(found_inf.shape)))
-        for parameter in parameters:
-            self.multiply(parameter, inverse)
+        self.multiply(parameters, inverse)
 
     def clip(self, max_norm: float) -> Tensor:
         """Multiply all gradients so that their L2 norm is at most `max_norm`; return the norm before.
@@ -280,13 +280,14 @@ class HeldGradients:
             norm.mul_(abs(_on(each, norm)))
         self._factor.norm = norm.clone()
         coefficient = clip_coefficient(norm, max_norm)
-        for parameter in self._reducer.used():
-            self.multiply(parameter, coefficient)
+        self.multiply(self._reducer.used(), coefficient)
         return norm
 
     def norms(self) -> dict[str, Tensor]:
         """The L2 norm of every parameter's gradient, by name. Collective, once."""
-        return {self._name(parameter): self.norm(parameter) for parameter in self._reducer.used()}
+        used = list(self._reducer.used())
+        norms = self.norms_of(used).unbind() if used else ()
+        return {self._name(parameter): norm for parameter, norm in zip(used, norms, strict=True)}
 
     def _name(self, parameter: nn.Parameter) -> str:
         gradients, index = self._places[parameter]
