@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from torch import nn
 from torch.optim import Optimizer
 
 from zero.config.training import Config
-from zero.errors import OptimizerError, some
 from zero.optimizer.joint import members
 from zero.optimizer.kernel_rules import RULES, SERVED, Rule, rule_for
 
@@ -53,16 +52,9 @@ def of_unknown(known: dict[nn.Parameter, Stepping]) -> Stepping:
     return next(others, Stepping() if known else Stepping(RULES[0]))
 
 
-def of_group(named: Sequence[tuple[str, nn.Parameter]], known: Mapping[nn.Parameter, Stepping]) -> Stepping:
-    """How a group that is there already is stepped. Raises OptimizerError if its parameters are stepped in
-    different ways."""
-    ways = {known[parameter]: name for name, parameter in named if parameter in known}
-    if len(ways) > 1:
-        raise OptimizerError(
-            f"{some(list(ways.values()))} share a flat buffer but would be stepped in different ways: give "
-            "these optimizers to zero.initialize, which then makes buffers of their own for each"
-        )
-    return next(iter(ways), Stepping())
+def ways_of(parameters: Iterable[nn.Parameter], known: Mapping[nn.Parameter, Stepping]) -> set[Stepping]:
+    """How these parameters are stepped, those that an optimizer knows."""
+    return {known[parameter] for parameter in parameters if parameter in known}
 
 
 def _of(optimizer: Optimizer, config: Config) -> Stepping:

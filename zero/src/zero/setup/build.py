@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -32,9 +32,10 @@ from zero.optimizer.joint import joint, kinds_of_groups, members
 from zero.optimizer.routes import share_out
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
 from zero.optimizer.state_offload import StateOffload
-from zero.optimizer.stepping import GroupStepping, of_group, steppings
+from zero.optimizer.stepping import GroupStepping, Stepping, steppings, ways_of
 from zero.optimizer.taken_over import take_over
 from zero.setup.no_sync import offer_no_sync
+from zero.setup.regroup import regrouped
 from zero.sharding.flat_group import FlatGroup
 from zero.sharding.moves import guard_moves
 from zero.sharding.sharded_unit import ShardedUnit
@@ -86,33 +87,54 @@ def build_engine(model: nn.Module, sharded: Sharded, stepper: Stepper) -> Engine
 def _attach(engine: Engine, sharded: Sharded, optimizer: Optimizer | Sequence[Optimizer]) -> None:
     """Give an engine without an optimizer one, by making its parts anew; collective.
 
-    Raises, before anything is changed, OptimizerError, ConfigError, and RankMismatchError if ranks have
-    different optimizers.
+    Its units, too, if the optimizer steps parameters of one group in different ways. Raises, before anything
+    is changed, OptimizerError, ConfigError, RankMismatchError if ranks have different optimizers, and
+    OffloadError. After OutOfMemoryError or CommunicationError, the model must be built anew.
     """
-    stepper = _stepper(engine.module, sharded, joint(optimizer))
+    optimizer, model, config = joint(optimizer), engine.module, sharded.config
+    param_group_of = check_optimizer(optimizer, model, config)
+    check_offload(model, optimizer, config)
+    ways = steppings(optimizer, config)
+    _check_same(sharded, optimizer, ways, param_group_of)
+    if any(len(ways_of(group.parameters, ways)) > 1 for group in sharded.trainable):
+        stores = Stores(sharded.stores.accelerator, config.offload)
+        units = regrouped(model, optimizer, config, stores, engine._full_parameters)
+        sharded = replace(sharded, stores=stores, units=units)
+    stepper = Stepper(
+        optimizer=optimizer, param_group_of=param_group_of, stepping=_stepping(sharded.trainable, ways)
+    )
     steps, interrupted = engine.steps, engine._integrity.interrupted
-    Engine.__init__(engine, **_parts(engine.module, sharded, stepper, engine._pass))
+    Engine.__init__(engine, **_parts(model, sharded, stepper, engine._pass))
     engine._boundary.steps, engine._integrity.interrupted = steps, interrupted
 
 
-def _stepper(model: nn.Module, sharded: Sharded, optimizer: Optimizer) -> Stepper:
-    """How an optimizer steps groups that are there already; see `_attach`. Collective."""
-    param_group_of = check_optimizer(optimizer, model, sharded.config)
-    check_offload(model, optimizer, sharded.config)
-    ways = steppings(optimizer, sharded.config)
-    kinds = {g: of_group(list(zip(g.names, g.parameters, strict=True)), ways) for g in sharded.trainable}
-    names = {p: name for group in kinds for name, p in zip(group.names, group.parameters, strict=True)}
-    told = {names[parameter]: index for parameter, index in param_group_of.items() if parameter in names}
+def _check_same(
+    sharded: Sharded,
+    optimizer: Optimizer,
+    ways: Mapping[nn.Parameter, Stepping],
+    param_group_of: Mapping[nn.Parameter, int],
+) -> None:
+    """Raise RankMismatchError if ranks have different optimizers; collective."""
+    named = [
+        named for group in sharded.trainable for named in zip(group.names, group.parameters, strict=True)
+    ]
+    told = {name: param_group_of[parameter] for name, parameter in named if parameter in param_group_of}
     sharded.communicator.check_equal(
         {"the optimizer": f"{kinds_of_groups(optimizer)} {list(ways.values())} {told}"}
     )
+
+
+def _stepping(
+    groups: Sequence[FlatGroup], ways: Mapping[nn.Parameter, Stepping]
+) -> dict[FlatGroup, GroupStepping]:
+    """How groups are stepped that are there already, each in one way."""
+    kinds = {group: next(iter(ways_of(group.parameters, ways)), Stepping()) for group in groups}
     whole = [p for group, way in kinds.items() if way.whole and group.shards > 1 for p in group.parameters]
-    by = share_out(((p, p.numel()) for p in whole), sharded.units[0].groups[0].mesh.shards.size)
-    stepping = {
+    by = share_out(((p, p.numel()) for p in whole), groups[0].mesh.shards.size if groups else 1)
+    return {
         group: GroupStepping(way.rule, tuple(by[p] for p in group.parameters if p in by) or None)
         for group, way in kinds.items()
     }
-    return Stepper(optimizer=optimizer, param_group_of=param_group_of, stepping=stepping)
 
 
 def _parts(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
-from accelz import unshare
+from torch import nn
+
 from zero.communication.communicator import Communicator
 from zero.communication.job import Mesh
 from zero.config.training import Config
@@ -12,9 +14,9 @@ from zero.deferred import deferred_init
 from zero.drafts.unit_drafts import UnitDraft
 from zero.setup.initial_values import InitialValues
 from zero.sharding.flat_group import FlatGroup
-from zero.sharding.guard import NAME_ATTRIBUTE, REASON_ATTRIBUTE
+from zero.sharding.guard import ANEW, NAME_ATTRIBUTE, REASON_ATTRIBUTE, abandon
 from zero.sharding.sharded_unit import ShardedUnit
-from zero.tiers.room import room_for
+from zero.tiers.room import OutOfMemoryError, room_for
 from zero.tiers.stores import Stores
 
 
@@ -25,17 +27,35 @@ def build_units(
     communicator: Communicator,
     mesh: Mesh,
     initial_values: InitialValues,
+    before: Callable[[int], None] = lambda index: None,
 ) -> list[ShardedUnit]:
     """Flatten, broadcast rank 0's values and shard, one unit at a time.
 
     Old gradients are dropped: they are of this rank's data alone, and the first new ones would add to them.
-    mesh: of all groups. initial_values: told of what this rank had before.
+    mesh: of all groups. initial_values: told of what this rank had before. before: called before a unit is
+    built, with its index.
     """
-    unshare(parameter for draft in drafts for _, parameter in draft.plan.parameters)
-    return [
-        _build_unit(index, draft, config, stores, communicator, mesh, initial_values)
-        for index, draft in enumerate(drafts)
-    ]
+    built = []
+    for index, draft in enumerate(drafts):
+        before(index)
+        built.append(_build_unit(index, draft, config, stores, communicator, mesh, initial_values))
+    return built
+
+
+@contextmanager
+def taking_over(model: nn.Module) -> Iterator[None]:
+    """Wrap everything that changes parameters.
+
+    Half-way through, some parameters have values only on other ranks, or none: after an error they raise
+    whenever they are used.
+    """
+    try:
+        yield
+    except BaseException as error:
+        abandon(model.named_parameters())
+        if isinstance(error, OutOfMemoryError):
+            raise OutOfMemoryError(f"{error}. The model is now incomplete: {ANEW}") from error
+        raise
 
 
 def _build_unit(

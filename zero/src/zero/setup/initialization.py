@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
@@ -32,12 +31,11 @@ from zero.optimizer.state_size import moments_of
 from zero.optimizer.stepping import GroupStepping
 from zero.pretrained import keep_promises
 from zero.setup.build import Sharded, Stepper, build_engine
-from zero.setup.build_units import build_units
+from zero.setup.build_units import build_units, taking_over
 from zero.setup.initial_values import InitialValues
 from zero.sharding.exact import computes_in
-from zero.sharding.guard import ANEW, abandon
 from zero.tiers.placement import Placer
-from zero.tiers.room import OutOfMemoryError, room_for
+from zero.tiers.room import room_for
 from zero.tiers.stores import Stores
 from zero.warning import held_back, warn
 from zero.whole.full_parameters import spread_buffer
@@ -97,7 +95,8 @@ def initialize(
     reserve_disk(drafts, config, stores, communicator)
     initial_values = InitialValues(model, communicator)
     _move_buffers(model, config, accelerator, communicator, initial_values)
-    with _taking_over(model):
+    with taking_over(model):
+        accelz.unshare(model.parameters())
         units = build_units(drafts, config, stores, communicator, mesh, initial_values)
         initial_values.warn_of_differences()
         keep_promises(units, communicator)
@@ -114,22 +113,6 @@ def initialize(
         calls = WeakKeyDictionary({module: module._compiled_call_impl for module in model.modules()})
         sharded = Sharded(config=config, stores=stores, communicator=communicator, units=units, calls=calls)
         return build_engine(model, sharded, stepper)
-
-
-@contextmanager
-def _taking_over(model: nn.Module) -> Iterator[None]:
-    """Wrap everything that changes parameters.
-
-    Half-way through, some parameters have values only on other ranks, or none: after an error they raise
-    whenever they are used.
-    """
-    try:
-        yield
-    except BaseException as error:
-        abandon(model.named_parameters())
-        if isinstance(error, OutOfMemoryError):
-            raise OutOfMemoryError(f"{error}. The model is now incomplete: {ANEW}") from error
-        raise
 
 
 def _move_buffers(
