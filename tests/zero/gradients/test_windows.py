@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
@@ -36,9 +37,21 @@ class Sometimes(nn.Module):
         return self.always(tokens)["loss"] + (other if number % 2 else other.detach())
 
 
-def trained(context: Context, loop: str, window: int, **settings: Any) -> Bits:
+class Recomputed(Sometimes):
+    """Its gradients come in several parts: a backward inside the backward ends at every checkpoint."""
+
+    def forward(self, tokens: Tensor, x: Tensor, number: int) -> Tensor:
+        x = x.requires_grad_()
+        for _ in range(3):
+            x = checkpoint(self.sometimes.layers[0], x, False, use_reentrant=True)
+        return x.square().mean()
+
+
+def trained(
+    context: Context, loop: str, window: int, kind: type[nn.Module] = Sometimes, **settings: Any
+) -> Bits:
     """The gradients of the last step, and the weights after it."""
-    model = Sometimes()
+    model = kind()
     count = window if loop == "counted" else None
     engine = zero.initialize(
         model, adamw(model), zero.Config(timeout=20, gradient_accumulation_steps=count, **settings)
@@ -109,6 +122,10 @@ FEW: list[dict[str, Any]] = [
     {**BF16, **LOCAL, "reduce_dtype": "fp32"},
     {"precision": "fp16", **LOCAL, "reduce_dtype": "bf16", "loss_scale": 64.0},
 ]
+IN_PARTS: list[dict[str, Any]] = [
+    {"kind": Recomputed, **BF16, **more}
+    for more in ({}, LOCAL, {"stage": 1}, {"stage": 0, **LOCAL}, {**LOCAL, "reduce_dtype": "fp32"})
+]
 COPIES: list[dict[str, Any]] = [
     {**BF16, "shard_ranks": 2},
     {**BF16, **LOCAL, "shard_ranks": 2},
@@ -126,13 +143,36 @@ COPIES: list[dict[str, Any]] = [
         pytest.param(2, STAGES, id="stages", marks=pytest.mark.slow),
         pytest.param(2, FEW, id="two ranks", marks=pytest.mark.slow),
         pytest.param(3, FEW[:5], id="three ranks"),
+        pytest.param(2, IN_PARTS, id="in parts"),
         pytest.param(4, COPIES, id="copies", marks=pytest.mark.slow),
     ],
 )
 def test_both_loops_have_the_same_bits(cluster: Clusters, size: int, every: list[dict[str, Any]]) -> None:
-    windows = (1, 3) if every is STAGES else (1, 2, 3)
+    windows = (1, 3) if every in (STAGES, IN_PARTS) else (1, 2, 3)
     for found in cluster(size).run(loops_body, every=every, windows=windows, limit=200):
         assert not found, "\n".join(found)
+
+
+def passes_body(context: Context) -> list[dict[str, int]]:
+    """Collectives of a step whose parameters get all gradients in backwards inside the backward."""
+    found = []
+    for count in (1, None):
+        model = Recomputed()
+        config = zero.Config(timeout=20, gradient_accumulation_steps=count)
+        engine = zero.initialize(model, adamw(model), config)
+        for number in range(2):
+            engine.traffic.clear()
+            x = features(number, context.rank, model)
+            loss = model(tokens(number, context.rank, model), x, number)
+            engine.backward(loss) if count else loss.backward()
+            engine.step()
+        found.append(dict(engine.traffic.calls))
+    return found
+
+
+def test_a_backward_with_others_inside_is_one(cluster: Clusters) -> None:
+    counted, plain = cluster(2).run(passes_body)[0]
+    assert plain == counted
 
 
 def changed_body(context: Context, every: list[dict[str, Any]]) -> float:

@@ -121,6 +121,7 @@ class GroupGradients:
         self._keeps_whole = policy.keeps_whole
         self._begun = False  # there was a backward since clear()
         self._adds = False  # the whole buffer is for several backwards
+        self._travels_in: torch.dtype | None = None  # if not in that of the whole buffer
         self._gradient_dtype = group.dtype
         self._count = len(group.parameters)
 
@@ -140,21 +141,24 @@ class GroupGradients:
         self.locally_used.add(index)
         gradient = gradient.to_dense() if gradient.is_sparse else gradient
         self._gradient_dtype = gradient.dtype
-        whole = self._open()
-        if index in self.filled:
+        again = index in self.filled
+        whole = self._open(again)
+        if again:
             slot = whole.slots[index]
             self._accelerator.kernels.accumulate(whole.data[_window(slot)], _flat(gradient, slot))
         else:
             whole.views[index].copy_(gradient)
             self.filled.add(index)
 
-    def _open(self) -> FlatBuffer:
+    def _open(self, adds: bool = False) -> FlatBuffer:
         """The whole buffer, made if there is none, and widened if more is to be added than was expected; the
-        first gradient decides its dtype."""
-        dtype = self._policy.whole_dtype(self._gradient_dtype, self._adds)
+        first gradient decides its dtype. adds: a parameter's gradient comes in several parts."""
+        dtype = self._policy.whole_dtype(self._gradient_dtype, self._adds or adds)
         if self.whole is None:
             self.whole = self._allocate_whole(dtype)
         elif self.whole.data.dtype.itemsize < dtype.itemsize:
+            if not self._adds:
+                self._travels_in = self.whole.data.dtype  # as on ranks where it comes in one
             self.whole = self._converted(self.whole, dtype)
         return self.whole
 
@@ -210,7 +214,7 @@ class GroupGradients:
         self.reduced = True
         if self._keeps_whole:
             self._keep(whole, filled)
-        dtype = self._policy.reduce_dtype or whole.data.dtype
+        dtype = self._policy.reduce_dtype or self._travels_in or whole.data.dtype
         in_place = self.group.shards == 1
         if dtype is whole.data.dtype and not (in_place and self.is_kept(whole)):
             return whole
@@ -298,6 +302,7 @@ class GroupGradients:
         self.total = False
 
     def _forget_progress(self) -> None:
+        self._travels_in = None
         self.fired.clear()
         self.closed = False
         self.reduced = False

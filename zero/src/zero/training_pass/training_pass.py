@@ -137,6 +137,8 @@ class TrainingPass(Uncopied):
         self._entering = RLock()  # autograd may have a thread for each device
         # The producer, and the calls to begin. Not an attribute of the tensor, which users may want to save.
         self._followed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._leaves_graph = False  # of the last forward of the whole model
+        self._without_graph = False  # of a unit's forward, inside of one that left a graph
         self._self = weakref.ref(self)
 
     def unhook(self) -> None:
@@ -157,6 +159,7 @@ class TrainingPass(Uncopied):
             raise UsageError(_WRAPPED)
         if not self.in_backward:
             self._communicator.in_pass = self._on_disk
+            self._leaves_graph = torch.is_grad_enabled()
             with apart():
                 self._streamed_state.return_all_to_host()  # graphs do this themselves
             self._issued = self._communicator.issued
@@ -427,17 +430,24 @@ class TrainingPass(Uncopied):
 
     def _gives_gradients(self) -> bool:
         """Return whether autograd's run gives gradients to parameters; torch.autograd.grad does not, nor do
-        torch.func's transforms."""
+        torch.func's transforms. It may also give them in runs inside it, of what a forward has left for
+        later."""
         if torch._C._functorch.peek_interpreter_stack() is not None:
             return False
         with torch._C.DisableTorchFunctionSubclass():
             trainable = (group for unit in self._units for group in unit.groups if group.trainable)
-            parameters = (p for group in trainable for p in group.parameters if p.requires_grad)
+            parameters = [p for group in trainable for p in group.parameters if p.requires_grad]
             nodes = (get_gradient_edge(parameter).node for parameter in parameters)
             try:
-                return any(map(torch._C._will_engine_execute_node, nodes))
+                given = any(map(torch._C._will_engine_execute_node, nodes))
             except RuntimeError:  # torch.autograd.grad with respect to a parameter
                 return False
+        return given or (bool(parameters) and self._without_graph and torch.autograd._is_checkpoint_valid())
+
+    def begin_without_graph(self) -> None:
+        """A unit's forward begins that leaves no graph: where the whole model's leaves one, as in reentrant
+        checkpointing, this part of it is made inside the backward."""
+        self._without_graph |= self._leaves_graph
 
     def _begin_by_itself(self) -> None:
         self._integrity.check_trainable()

@@ -94,6 +94,8 @@ class UnitHooks(Uncopied):
                 call.ends_with_gradients = not any(t.requires_grad for t in with_inner(iter_tensors(inputs)))
             for tensor in produced:
                 self._pass.follow(tensor)
+        else:
+            self._pass.begin_without_graph()
         return inputs
 
     def _new_call(self, fmt: GatherFormat) -> Call:
