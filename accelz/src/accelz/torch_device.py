@@ -6,14 +6,17 @@
 
         return TorchAccelerator("foo", collectives=Collectives("cpu:gloo,foo:fccl"))
 
-Every role is derived from functions of the device module that torch's own devices share. Pass your own role
-where the device differs, and pass the capabilities that the device really has.
+Every role is derived from functions of the device module that torch's own devices share, and from
+`torch.accelerator` where the module lacks them. Pass your own role where the device differs, and pass the
+capabilities that the device really has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -21,13 +24,15 @@ from torch import Tensor
 
 from accelz.accelerator import Accelerator
 from accelz.capabilities import Capabilities
+from accelz.device_functions import DeviceFunctions, require
+from accelz.device_functions import name_device as name_device
 from accelz.errors import BackendError, BackendUnavailableError
 from accelz.roles.collectives import Collectives
 from accelz.roles.flat_buffer import CopyAndShrink, FlatBufferStrategy, StorageSwap
 from accelz.roles.kernels import Kernels
 from accelz.roles.memory import Memory, MemoryStats
 from accelz.roles.rng import Rng
-from accelz.roles.streams import Event, Stream, Streams
+from accelz.roles.streams import Event, NullStreams, Stream, Streams
 
 TORCH_DEVICE = Capabilities(
     asynchronous=True,
@@ -42,13 +47,15 @@ TORCH_DEVICE = Capabilities(
 
 
 class TorchAccelerator(Accelerator):
-    """A device type of torch, with roles derived from its device module.
+    """A device type of torch, with roles derived from its device module and `torch.accelerator`.
 
     name: the backend's name. collectives: built with the device's communication library, such as
     `Collectives("cpu:gloo,cuda:nccl")`. device_type: torch's name for the device, `name` by default.
-    flat_buffers: by default StorageSwap if a device Parameter may be given host data, else CopyAndShrink.
-    Nothing touches a device before `bind`. Raises BackendError if the module lacks what a derived role needs,
-    and says what is missing.
+    capacity: bytes of a device's memory, where torch cannot ask the device. streams: by default NullStreams
+    for a device that declares neither `asynchronous` nor `streams`. flat_buffers: by default StorageSwap if a
+    device Parameter may be given host data, else CopyAndShrink.
+    Nothing touches a device before `bind`. Raises BackendError if functions are missing that derived roles
+    need, and names all of them.
     """
 
     def __init__(
@@ -58,21 +65,29 @@ class TorchAccelerator(Accelerator):
         *,
         device_type: str | None = None,
         capabilities: Capabilities = TORCH_DEVICE,
+        capacity: int | None = None,
         memory: Memory | None = None,
         streams: Streams | None = None,
         rng: Rng | None = None,
         flat_buffers: FlatBufferStrategy | None = None,
         kernels: Kernels | None = None,
     ) -> None:
+        self.module = DeviceFunctions(device_type or name)
         device = torch.device(device_type or name, 0)
-        self.module: Any = torch.get_device_module(device.type)
-        _require(self.module, ("device_count", "set_device"), "bind and device_count")
+        if streams is None and not (capabilities.asynchronous or capabilities.streams):
+            streams = NullStreams()
+        needs: dict[str, Sequence[str]] = {"bind and device_count": ("device_count", "set_device")}
+        needs |= {} if memory else {"memory": TorchMemory.needs(capacity)}
+        needs |= {} if streams else {"streams": TorchStreams.NEEDS}
+        needs |= {} if rng else {"rng": TorchRng.NEEDS}
+        require(self.module, needs)
+        self._unproved = [role for role, names in needs.items() if self.module.generic(names)]
         strategy = StorageSwap if capabilities.host_data_assignment else CopyAndShrink
         super().__init__(
             name=name,
             device=device,
             capabilities=capabilities,
-            memory=memory or TorchMemory(self.module, capabilities.pinned_host_memory),
+            memory=memory or TorchMemory(self.module, capabilities.pinned_host_memory, capacity),
             streams=streams or TorchStreams(self.module),
             rng=rng or TorchRng(self.module),
             collectives=collectives,
@@ -87,7 +102,7 @@ class TorchAccelerator(Accelerator):
         """Take the device `local_rank`, or the only device if the process sees a single one.
 
         Raises BackendUnavailableError if there is no device, or none for this local rank, unless ranks may
-        share devices.
+        share devices; and BackendError if the device does not implement what `torch.accelerator` passes on.
         """
         count = self.device_count()
         if not count or (local_rank >= count > 1 and not self.capabilities.shared_device):
@@ -100,22 +115,53 @@ class TorchAccelerator(Accelerator):
         self.device = torch.device(self.device.type, index)
         self.flat_buffers.device = self.device
         self.streams.synchronize()  # the first use of a device takes seconds: now, outside any timeout
+        self._prove()
+
+    def _prove(self) -> None:
+        """Use what comes from `torch.accelerator` once: there, only a call shows what a device has."""
+        tries: dict[str, Callable[[], Any]] = {
+            "memory": self.memory.stats,
+            "streams": lambda: self.streams.current().record().synchronize(),
+            "rng": self.rng.get_state,
+        }
+        failed = []
+        for role in tries.keys() & set(self._unproved):
+            try:
+                tries[role]()
+            except RuntimeError as error:
+                failed.append(f"{role}: {str(error).splitlines()[0].rstrip('.')}")
+        if failed:
+            raise BackendError(
+                f"torch.accelerator does not serve all roles on {self.device}. {'; '.join(sorted(failed))}. "
+                "Implement them for the device (c10::DeviceAllocator, c10::impl::DeviceGuardImplInterface), "
+                "or pass TorchAccelerator your own role; where only the capacity is unknown, capacity=<bytes>"
+            )
+        self._unproved = []
 
 
 class TorchMemory(Memory):
-    """The device's caching allocator. pinned: whether to page-lock host memory."""
+    """The device's caching allocator. pinned: whether to page-lock host memory. capacity: bytes of a device's
+    memory; None asks the device.
+    """
 
     NEEDS: tuple[str, ...] = ("memory_allocated", "max_memory_allocated", "memory_reserved", "mem_get_info",
                               "reset_peak_memory_stats", "empty_cache")  # fmt: skip
 
-    def __init__(self, module: Any, pinned: bool) -> None:
-        _require(module, self.NEEDS, "memory")
+    def __init__(self, module: Any, pinned: bool, capacity: int | None = None) -> None:
+        require(module, {"memory": self.needs(capacity)})
         self._module = module
         self._pinned = pinned
+        self._capacity = capacity
+
+    @classmethod
+    def needs(cls, capacity: int | None) -> tuple[str, ...]:
+        """The functions that the role is derived from, where the device's capacity is given."""
+        return tuple(name for name in cls.NEEDS if capacity is None or name != "mem_get_info")
 
     def stats(self) -> MemoryStats:
-        unallocated, capacity = self._module.mem_get_info()
+        asked = self._module.mem_get_info() if self._capacity is None else None
         allocated, peak, reserved = self._counters()
+        unallocated, capacity = asked or (cast(int, self._capacity) - reserved, cast(int, self._capacity))
         free = int(unallocated) + reserved - allocated
         return MemoryStats(allocated, peak, int(capacity), min(free, int(capacity)))
 
@@ -207,8 +253,10 @@ class TorchStreams(Streams):
     NEEDS: tuple[str, ...] = ("Stream", "Event", "current_stream", "stream", "synchronize")
 
     def __init__(self, module: Any) -> None:
-        _require(module, self.NEEDS, "streams")
+        require(module, {"streams": self.NEEDS})
         self._module = module
+        self._held: list[tuple[Event, Tensor]] = []
+        self._holding = threading.Lock()
 
     def current(self) -> Stream:
         return TorchStream(self._module.current_stream(), self._module.Event)
@@ -221,11 +269,29 @@ class TorchStreams(Streams):
         return cast(AbstractContextManager[None], self._module.stream(stream.native))
 
     def keep_alive(self, tensor: Tensor, stream: Stream) -> None:
+        """Have the allocator note it; where the device has no `record_stream`, the tensor is held instead."""
         assert isinstance(stream, TorchStream)
-        tensor.record_stream(stream.native)
+        if _records_streams(tensor.device.type):
+            tensor.record_stream(stream.native)
+        else:
+            self._hold((stream.record(), tensor.detach()))
+
+    def _hold(self, *held: tuple[Event, Tensor]) -> None:
+        """Hold these too, and drop those that the device has done with."""
+        with self._holding:
+            self._held = [(event, tensor) for event, tensor in self._held if not event.done()] + [*held]
 
     def synchronize(self) -> None:
         self._module.synchronize()
+        if self._held:
+            self._hold()
+
+
+@cache
+def _records_streams(kind: str) -> bool:
+    """Whether the device has a kernel of its own for `Tensor.record_stream`, not a fallback to the host."""
+    key = torch._C._dispatch_key_for_device(kind)
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key("aten::record_stream", key))
 
 
 class TorchRng(Rng):
@@ -234,7 +300,7 @@ class TorchRng(Rng):
     NEEDS: tuple[str, ...] = ("manual_seed", "get_rng_state", "set_rng_state")
 
     def __init__(self, module: Any) -> None:
-        _require(module, self.NEEDS, "rng")
+        require(module, {"rng": self.NEEDS})
         self._module = module
 
     def seed(self, seed: int) -> None:
@@ -245,12 +311,3 @@ class TorchRng(Rng):
 
     def set_state(self, state: Tensor) -> None:
         self._module.set_rng_state(state)
-
-
-def _require(module: Any, names: Sequence[str], role: str) -> None:
-    missing = [name for name in names if not hasattr(module, name)]
-    if missing:
-        raise BackendError(
-            f"{module.__name__} has no {', '.join(missing)}: {role} cannot be derived from it; add what is "
-            "missing to the module, or pass TorchAccelerator your own role"
-        )

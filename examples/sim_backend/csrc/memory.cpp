@@ -1,6 +1,7 @@
 #include "memory.h"
 
 #include <ATen/core/CachingHostAllocator.h>
+#include <c10/core/CachingDeviceAllocator.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -11,6 +12,7 @@
 #include <memory>
 #include <mutex>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "device.h"
@@ -115,7 +117,18 @@ void free_block(void* pointer) {
   for (const auto stream : users_of(pointer)) submit_behind(stream, [last] {});
 }
 
-struct DeviceAllocator final : c10::Allocator {
+// As torch.accelerator sees it: one pool, in which what is reserved is what is allocated.
+c10::CachingDeviceAllocator::DeviceStats stats_of(const Counters& now) {
+  constexpr auto kAll = static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE);
+  c10::CachingDeviceAllocator::DeviceStats stats;
+  for (auto* bytes : {&stats.allocated_bytes, &stats.active_bytes, &stats.reserved_bytes}) {
+    (*bytes)[kAll].current = static_cast<int64_t>(now.allocated);
+    (*bytes)[kAll].peak = static_cast<int64_t>(now.peak);
+  }
+  return stats;
+}
+
+struct DeviceAllocator final : c10::DeviceAllocator {
   c10::DataPtr allocate(size_t nbytes) override {
     const auto device = current_device();
     void* pointer = nullptr;
@@ -136,6 +149,21 @@ struct DeviceAllocator final : c10::Allocator {
 
   void copy_data(void* target, const void* source, size_t nbytes) const override {
     default_copy_data(target, source, nbytes);
+  }
+
+  bool initialized() override { return true; }
+  void emptyCache(c10::MempoolId_t) override {}  // nothing is cached
+  void recordStream(const c10::DataPtr& pointer, c10::Stream stream) override {
+    note_use(pointer.get(), stream.id());
+  }
+  c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex device) override {
+    return stats_of(counters(device));
+  }
+  void resetAccumulatedStats(c10::DeviceIndex) override {}  // nothing is accumulated
+  void resetPeakStats(c10::DeviceIndex device) override { reset_peak(device); }
+  std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex device) override {
+    const auto now = counters(device);
+    return {now.capacity - std::min(now.allocated, now.capacity), now.capacity};
   }
 };
 
