@@ -150,6 +150,7 @@ def test_each_lie_is_found_and_the_method_named(round_report: Any, call: str, na
     lie, report = CALLS[call][name], round_report(call)
     failures = [f for f in report["failures"] if lie.test in f["test"]]
     blamed = [f for f in failures if f["broken"] == lie.method and f"{lie.method}: " in f["message"]]
+    blamed = [f for f in blamed if lie.said in f["message"]]
     assert blamed, f"{lie.method} is not blamed by {[f['message'][:500] for f in failures]}"
     assert all(f["contract"] and f["methods"] for f in blamed)
     states = {row["name"]: row["state"] for row in report["capabilities"]}

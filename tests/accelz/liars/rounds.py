@@ -9,6 +9,7 @@ import torch
 
 from .accelerators import (
     BindingKeeps,
+    CountIsAFloat,
     FirstRankOnly,
     FlushRaises,
     NotARole,
@@ -90,6 +91,7 @@ from .memory import (
     StatsKeepALittle,
     StatsRaise,
 )
+from .operators import OperatorsLie
 from .rng import (
     FirstGenerator,
     SeedIgnored,
@@ -115,6 +117,7 @@ from .streams import (
     RecordingElsewhere,
     SynchronizedTooEarly,
     WaitBlocks,
+    WaitsForNothing,
 )
 
 
@@ -123,7 +126,7 @@ class Lie:
     """One broken promise. method: whom the kit must blame. test: in which of its tests.
 
     role: the attribute of the accelerator that `mixin` spoils, "" for the accelerator itself. flags: what is
-    declared wrongly.
+    declared wrongly. said: what the kit must say beside the method, such as the case.
     """
 
     method: str
@@ -131,6 +134,7 @@ class Lie:
     role: str = ""
     mixin: type = object
     flags: dict[str, Any] = field(default_factory=dict)
+    said: str = ""
 
 
 ROUNDS: dict[str, dict[str, Lie]] = {
@@ -267,6 +271,7 @@ ROUNDS: dict[str, dict[str, Lie]] = {
         ),
         "groups are lists": Lie("Collectives.new_group", "groups_of_some", "collectives", GroupsAreLists),
         "flush raises": Lie("Accelerator.flush", "synchronize_waits", "", FlushRaises),
+        "a count is a float": Lie("Accelerator.device_count", "bind_gives_a_usable", "", CountIsAFloat),
         "storage resize is declared": Lie(
             "Capabilities.storage_resize", "a_storage_can_be_resized", "", ResizeRefused
         ),
@@ -289,6 +294,41 @@ ROUNDS: dict[str, dict[str, Lie]] = {
         "binding keeps memory": Lie("Accelerator.bind", "binding_again", "", BindingKeeps),
     },
 }
+
+FUNCTIONAL = "torch.nn.functional"
+ATTENTION = f"{FUNCTIONAL}.scaled_dot_product_attention"
+
+
+def _operator(name: str, said: str, test: str = "TrainingOperators") -> Lie:
+    return Lie(name, test, "", OperatorsLie, said=said)
+
+
+ROUNDS["operators"] = {
+    "attention looks ahead": _operator(ATTENTION, "its result must be right (causal, float32)"),
+    "attention is not masked": _operator(ATTENTION, "its result must be right (masked, bfloat16)"),
+    "heads are grouped otherwise": _operator(ATTENTION, "its result must be right (grouped, float32)"),
+    "a mask of its own": _operator(f"{FUNCTIONAL}.dropout", "must draw anew in every call"),
+    "a mean is removed": _operator(f"{FUNCTIONAL}.rms_norm", "its result must be right"),
+    "half a gradient of embeddings": _operator(f"{FUNCTIONAL}.embedding", "the gradient of input 1 must be"),
+    "indices do not add up": _operator("torch.index_put", "its result must be right (accumulated"),
+    "half a gradient of index_put": _operator("torch.index_put", "the gradient of input 2 must be right (fl"),
+    "half a gradient of scatter_add": _operator("torch.scatter_add", "the gradient of input 2 must be"),
+    "ignored targets count": _operator(f"{FUNCTIONAL}.cross_entropy", "(ignored targets"),
+    "one percent more": _operator(f"{FUNCTIONAL}.gelu", "its result must be right (tanh, float32)"),
+    "strides are ignored": _operator(f"{FUNCTIONAL}.silu", "its result", "operator_on_strided"),
+    "groups are halved": _operator(f"{FUNCTIONAL}.conv2d", "(strided, in groups"),
+    "an operator is missing": _operator("torch.aten::cumsum", "register a kernel"),
+    "casts of weights are stale": _operator("torch.autocast", "weights that were written", "new_weights"),
+    "foreach forgets the last": _operator(
+        "torch.optim.AdamW", "parameter 3 must be that of the host (foreach"
+    ),
+    "a norm is too large": _operator("torch.nn.utils.clip_grad_norm_", "norms must be", "clipping"),
+    "recomputation drops others": _operator("torch.utils.checkpoint", "recomputed dropout", "recomputes"),
+    "six bits of sixteen": _operator("torch.Tensor.copy_", "torch.int16", "test_copies"),
+    "a cast cuts off": _operator("torch.Tensor.to", "torch.float32 to torch.bfloat16", "conversions"),
+    "views are copies": _operator("torch.Tensor.view", "writes through views", "share_their_memory"),
+}
+"""A device whose torch is wrong."""
 
 SIM_ROUNDS: dict[str, dict[str, Lie]] = {
     "sim": {
@@ -320,6 +360,9 @@ SIM_ROUNDS: dict[str, dict[str, Lie]] = {
             "Event.synchronize", "an_event_is_waited_for", "streams", SynchronizedTooEarly
         ),
         "a stream is not put back": Lie("Streams.use", "puts_the_stream_back", "streams", NeverPutBack),
+    },
+    "sim, no order": {
+        "a stream does not order": Lie("Stream.wait", "orders_two_streams", "streams", WaitsForNothing),
     },
     "sim, order": {
         "current is the first": Lie("Streams.current", "current_is_the_stream", "streams", CurrentIsTheFirst),

@@ -195,6 +195,17 @@ class WaitBlocks(TorchStreams):
         return BlockingStream(made.native, made._new_event)
 
 
+class UnorderedStream(TorchStream):
+    def wait(self, event: Event) -> None:
+        return
+
+
+class WaitsForNothing(TorchStreams):
+    def new(self, priority: int = 0) -> Stream:
+        made: Any = super().new(priority)
+        return UnorderedStream(made.native, made._new_event)
+
+
 class HangingEvent(NullEvent):
     def synchronize(self) -> None:
         while True:

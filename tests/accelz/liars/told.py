@@ -103,7 +103,8 @@ def exclusive(devices: int, folder: Path) -> Accelerator:
 def _spoil(accelerator: Accelerator, lies: dict[str, Lie]) -> Accelerator:
     accelerator.name = "liar"
     for role in {lie.role for lie in lies.values()}:
-        mixins = tuple(lie.mixin for lie in lies.values() if lie.role == role and lie.mixin is not object)
+        told = (lie.mixin for lie in lies.values() if lie.role == role and lie.mixin is not object)
+        mixins = tuple(dict.fromkeys(told))
         target: Any = getattr(accelerator, role) if role else accelerator
         if NotARole in mixins:
             setattr(accelerator, role, NotARole())

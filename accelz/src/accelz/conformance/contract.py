@@ -7,6 +7,7 @@ its interface says, becomes a `ContractBroken` that names the method.
 from __future__ import annotations
 
 import functools
+import re
 import traceback
 import types
 import typing
@@ -56,6 +57,12 @@ ORDER = (
     "Kernels",
 )  # fmt: skip
 """The best order in which to write a backend: the tests of each entry rely on the entries before it."""
+
+MISSING_OPERATOR = (
+    re.compile(r"Could not run '(aten::[\w.]+)' with arguments from"),
+    re.compile(r"[Tt]he operator '(aten::[\w.]+)' is not currently (?:implemented|supported)"),
+)
+"""What torch says of an operator that a device lacks."""
 
 
 class ContractBroken(AssertionError):
@@ -116,6 +123,12 @@ def expect_raises(kind: type[Exception], method: str, expected: str, call: Calla
             return came
         raise ContractBroken(method, expected, _short(came or error), f"raise {kind.__name__}") from error
     raise ContractBroken(method, expected, "no error at all", f"raise {kind.__name__}")
+
+
+def missing_operator(error: BaseException) -> str:
+    """The name of the operator, "aten::…", whose absence on the device the error reports, or ""."""
+    found = (pattern.search(str(error)) for pattern in MISSING_OPERATOR)
+    return next((match[1] for match in found if match), "")
 
 
 @contextmanager

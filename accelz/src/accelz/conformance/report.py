@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import time
 from collections import Counter
 from collections.abc import Generator
@@ -16,7 +15,7 @@ import torch
 
 from accelz import selection
 from accelz.conformance.cluster import ClusterError
-from accelz.conformance.contract import ContractBroken, rank_in_order
+from accelz.conformance.contract import ContractBroken, missing_operator, rank_in_order
 from accelz.conformance.fixtures import UNDECLARED, number_of_ranks
 from accelz.conformance.marks import declares, every_capability, names, subjects
 from accelz.conformance.stubs import unwritten
@@ -26,7 +25,6 @@ from accelz.errors import AccelzError
 NOT_TRIED = "not tried"
 BETWEEN_RANKS = "collectives between ranks"
 PLAIN = (str, int, float, tuple, torch.dtype)
-MISSING_OPERATOR = re.compile(r"Could not run '(aten::[\w.]+)' with arguments from")
 REGISTER = (
     "register a kernel for it, or one host fallback for all operators (csrc/fallback.cpp of accelz-sim)"
 )
@@ -200,8 +198,8 @@ def _finding(item: pytest.Item, error: BaseException, text: str) -> tuple[str, s
     """Return the method to blame for a test's error, and the message. text: pytest's own report of it."""
     if isinstance(error, (ContractBroken, ClusterError)) and error.method:
         return error.method, str(error)
-    if missing := MISSING_OPERATOR.search(str(error)):
-        operator = f"torch.{missing[1]}"
+    if missing := missing_operator(error):
+        operator = f"torch.{missing}"
         return operator, f"{operator}: not implemented yet on this device\n  do:   {REGISTER}"
     about = names(item, "accelz_about")
     return (about[0] if about else ""), text
