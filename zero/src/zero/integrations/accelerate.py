@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +145,7 @@ class Accelerator(accelerate.Accelerator):
             engine = initialize(model, optimizers or None, self.zero_config)
             self._mark(engine, model, *optimizers)
             if self.zero_config.stage == 3 and self.num_processes > 1 and hasattr(model, "generation_config"):
-                _generate_together(model)
+                _generate_together(model, engine)
         for model in self._models:
             known = self.engine_of(model)
             if known is not None and (optimizers := self._take(model)):
@@ -262,7 +262,15 @@ def _parameters(optimizer: Optimizer) -> set[nn.Parameter]:
     return {parameter for group in optimizer.param_groups for parameter in group["params"]}
 
 
-def _generate_together(model: Any) -> None:
+def _generate_together(model: Any, engine: Engine) -> None:
     """Let a model of Transformers, or of PEFT, go on making passes once its rank's outputs are complete, as
-    long as those of another rank are not."""
-    model.generate = partial(model.generate, synced_gpus=True)
+    long as those of another rank are not. Inside `zero.gathered(model)` passes need no other rank."""
+    own = model.generate
+
+    @wraps(own)
+    def generate(*args: Any, **kwargs: Any) -> Any:
+        if not all(unit.resident or unit.held_exact for unit in engine.units):
+            kwargs["synced_gpus"] = True  # Seq2SeqTrainer says False where it knows no engine
+        return own(*args, **kwargs)
+
+    model.generate = generate
