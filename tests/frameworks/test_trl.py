@@ -6,10 +6,35 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import trl.distributed
+import trl.generation.vllm_generation
+import trl.trainer.callbacks
 
 from accelz.conformance.cluster import Clusters
 from tests.frameworks import trl_runs as runs
 from tests.frameworks.jobs import furthest
+
+
+def assert_same_log(found: Any, wanted: Any, within: float) -> None:
+    for mine, theirs in zip(found[0]["log"], wanted[0]["log"], strict=True):
+        mine, theirs = ({k: v for k, v in log.items() if "time" not in k} for log in (mine, theirs))
+        assert mine == pytest.approx(theirs, rel=within, abs=1e-6)
+    assert furthest(found[0]["weights"], wanted[0]["weights"]) < 1e-6
+
+
+@pytest.fixture(scope="module")
+def plain(cluster: Clusters, tmp_path_factory: Any) -> Any:
+    """What TRL's own trainers do."""
+    known: dict[tuple[Any, ...], Any] = {}
+
+    def run(body: Any, **arguments: Any) -> Any:
+        key = (body.__name__, *map(str, arguments.values()))
+        if key not in known:
+            directory = str(tmp_path_factory.mktemp(body.__name__))
+            known[key] = cluster(2).run(body, stage=None, directory=directory, **arguments)
+        return known[key]
+
+    return run
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -19,44 +44,56 @@ from tests.frameworks.jobs import furthest
     ids=["plain", "adapter", "packing"],
 )
 def test_supervised_fine_tuning_equals_that_of_distributed_data_parallel(
-    cluster: Clusters, tmp_path: Path, settings: dict[str, Any], adapter: bool, stage: int
+    cluster: Clusters, plain: Any, tmp_path: Path, settings: dict[str, Any], adapter: bool, stage: int
 ) -> None:
     arguments = {"settings": settings, "adapter": adapter}
-    found = cluster(2).run(runs.fine_tuned, stage=stage, directory=str(tmp_path / "mine"), **arguments)
-    wanted = cluster(2).run(runs.fine_tuned, stage=None, directory=str(tmp_path / "plain"), **arguments)
-    for mine, theirs in zip(found[0]["log"], wanted[0]["log"], strict=True):
-        assert mine == pytest.approx(theirs, rel=1e-6, abs=1e-6)
+    found = cluster(2).run(runs.fine_tuned, stage=stage, directory=str(tmp_path), **arguments)
+    wanted = plain(runs.fine_tuned, **arguments)
+    assert_same_log(found, wanted, 1e-6)
     assert furthest(found[0]["saved"], wanted[0]["saved"]) < 1e-6
 
 
-@pytest.mark.parametrize("reference", ["plain", "sharded", "synced", "adapter"])
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("reference", ["given", "sharded", "synced", "own", "adapter"])
 def test_preference_optimization_equals_that_of_distributed_data_parallel(
-    cluster: Clusters, tmp_path: Path, reference: str
+    cluster: Clusters, plain: Any, tmp_path: Path, reference: str, stage: int
 ) -> None:
-    found = cluster(2).run(runs.preferred, stage=3, directory=str(tmp_path / "mine"), reference=reference)
-    wanted = cluster(2).run(
-        runs.preferred, stage=None, directory=str(tmp_path / "plain"), reference=reference
-    )
-    for mine, theirs in zip(found[0]["log"], wanted[0]["log"], strict=True):
-        assert mine == pytest.approx(theirs, rel=1e-5, abs=1e-6)
-    assert furthest(found[0]["weights"], wanted[0]["weights"]) < 1e-6
+    """At stage 3 the reference is sharded, too."""
+    arguments = {"reference": reference}
+    found = cluster(2).run(runs.preferred, stage=stage, directory=str(tmp_path), **arguments)
+    assert_same_log(found, plain(runs.preferred, **arguments), 1e-5)
+    assert found[0]["sharded"] == (stage == 3 and reference != "adapter")
 
 
 @pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("reference", ["none", "synced", "adapter"])
 def test_generating_as_one_trains_equals_distributed_data_parallel(
-    cluster: Clusters, tmp_path: Path, stage: int
+    cluster: Clusters, plain: Any, tmp_path: Path, reference: str, stage: int
 ) -> None:
-    found = cluster(2).run(runs.reinforced, stage=stage, directory=str(tmp_path / "mine"))
-    wanted = cluster(2).run(runs.reinforced, stage=None, directory=str(tmp_path / "plain"))
-    for mine, theirs in zip(found[0]["log"], wanted[0]["log"], strict=True):
-        mine, theirs = ({k: v for k, v in log.items() if "time" not in k} for log in (mine, theirs))
-        assert mine == pytest.approx(theirs, rel=1e-5, abs=1e-6)
-    assert furthest(found[0]["weights"], wanted[0]["weights"]) < 1e-6
+    """So do the weights that are sent to vLLM, with the adapter merged."""
+    arguments = {"reference": reference}
+    found = cluster(2).run(runs.reinforced, stage=stage, directory=str(tmp_path), **arguments)
+    wanted = plain(runs.reinforced, **arguments)
+    assert_same_log(found, wanted, 1e-5)
+    assert furthest(found[0]["sent"], wanted[0]["sent"]) < 1e-6
+    assert len(found[0]["sent"]) == 21
+    assert furthest(found[0]["after"], found[0]["weights"]) <= (0 if stage == 3 else 1e-6)
+    assert found[1]["sent"] == {}
 
 
-def test_reward_modelling_equals_that_of_distributed_data_parallel(cluster: Clusters, tmp_path: Path) -> None:
-    found = cluster(2).run(runs.judged, stage=3, directory=str(tmp_path / "mine"))
-    wanted = cluster(2).run(runs.judged, stage=None, directory=str(tmp_path / "plain"))
-    for mine, theirs in zip(found[0]["log"], wanted[0]["log"], strict=True):
-        assert mine == pytest.approx(theirs, rel=1e-5, abs=1e-6)
-    assert furthest(found[0]["weights"], wanted[0]["weights"]) < 1e-6
+@pytest.mark.parametrize("stage", [2, 3])
+def test_reward_modelling_equals_that_of_distributed_data_parallel(
+    cluster: Clusters, plain: Any, tmp_path: Path, stage: int
+) -> None:
+    found = cluster(2).run(runs.judged, stage=stage, directory=str(tmp_path))
+    assert_same_log(found, plain(runs.judged), 1e-5)
+
+
+def test_names_of_trl_are_there() -> None:
+    used = {
+        trl.distributed.DistributedBackend: "gather_params",
+        trl.trainer.callbacks.SyncRefModelCallback: "sync_target_model",
+        trl.generation.vllm_generation.VLLMGeneration: "sync_weights",
+    }
+    gone = [f"{kind.__name__}.{name}" for kind, name in used.items() if not hasattr(kind, name)]
+    assert not gone, f"trl {trl.__version__} has no {gone}: see zero.integrations.trl"

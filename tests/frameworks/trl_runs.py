@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
+from torch import distributed as dist
 from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast
 from trl import (
     DPOConfig,
@@ -23,12 +24,14 @@ from trl import (
     SFTConfig,
     SFTTrainer,
 )
+from trl.generation.vllm_generation import VLLMGeneration
 
 import zero
 from accelz.conformance.cluster import Context
 from tests.frameworks.jobs import VOCABULARY, begin_job, language_model, on_host, token_rows
 from tests.frameworks.trainer_runs import history, weights
 from zero.integrations.transformers import TrainerMixin
+from zero.sharding.guard import ShardedParameter
 
 
 class SFT(TrainerMixin, SFTTrainer):
@@ -66,6 +69,10 @@ def texts(number: int) -> Dataset:
     )
 
 
+def lora() -> peft.LoraConfig:
+    return peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+
+
 def usual(directory: str) -> dict[str, Any]:
     return {
         "output_dir": directory,
@@ -83,6 +90,13 @@ def usual(directory: str) -> dict[str, Any]:
     }
 
 
+def trainer_of(ours: type, theirs: type, stage: int | None, parts: dict[str, Any]) -> Any:
+    """Ours with an engine, or theirs with DistributedDataParallel."""
+    if stage is None:
+        return theirs(**parts)
+    return ours(**parts, zero_config=zero.Config(stage=stage, timeout=60.0))
+
+
 def fine_tuned(
     context: Context, stage: int | None, directory: str, settings: dict[str, Any], adapter: bool
 ) -> dict[str, Any]:
@@ -95,13 +109,8 @@ def fine_tuned(
         "processing_class": tokenizer(),
     }
     if adapter:
-        parts["peft_config"] = peft.LoraConfig(
-            r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"
-        )
-    if stage is None:
-        trainer = SFTTrainer(**parts)
-    else:
-        trainer = SFT(**parts, zero_config=zero.Config(stage=stage, timeout=60.0))
+        parts["peft_config"] = lora()
+    trainer = trainer_of(SFT, SFTTrainer, stage, parts)
     trainer.train()
     trainer.save_model()
     trainer.accelerator.wait_for_everyone()
@@ -123,33 +132,41 @@ def preferences(number: int) -> Dataset:
     )
 
 
+def stored(directory: str, context: Context) -> str:
+    """A folder from which TRL loads the model, and the reference that it makes by itself."""
+    folder = f"{directory}/model"
+    if context.rank == 0:
+        language_model().save_pretrained(folder)
+    dist.barrier()
+    return folder
+
+
 def preferred(context: Context, stage: int | None, directory: str, reference: str) -> dict[str, Any]:
-    """reference: "plain", "sharded", "synced" for one that follows the model, or "adapter" for the model
-    itself without its adapter."""
+    """reference: "given"; "sharded" by the user; "synced" for one that follows the model; "own" for none, so
+    that TRL loads one; "adapter" for the model itself without its adapter."""
     begin_job(context)
+    synced = reference == "synced"
     parts: dict[str, Any] = {
-        "model": language_model(),
-        "args": DPOConfig(
-            **usual(directory), max_length=24, sync_ref_model=reference == "synced", ref_model_sync_steps=2
-        ),
+        "model": stored(directory, context) if reference == "own" else language_model(),
+        "args": DPOConfig(**usual(directory), max_length=24, sync_ref_model=synced, ref_model_sync_steps=2),
         "train_dataset": preferences(14),
         "processing_class": tokenizer(),
     }
     engine = None
     if reference == "adapter":
-        parts["peft_config"] = peft.LoraConfig(
-            r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"
-        )
-    else:
+        parts["peft_config"] = lora()
+    elif reference != "own":
         parts["ref_model"] = language_model(seed=2).requires_grad_(False)
     if reference == "sharded" and stage is not None:
         engine = zero.initialize(parts["ref_model"], config=zero.Config(stage=stage, timeout=60.0))
-    if stage is None:
-        trainer = DPOTrainer(**parts)
-    else:
-        trainer = DPO(**parts, zero_config=zero.Config(stage=stage, timeout=60.0))
+    trainer = trainer_of(DPO, DPOTrainer, stage, parts)
     trainer.train()
-    found = {"log": history(trainer), "weights": weights(trainer)}
+    held = trainer.ref_model
+    found = {
+        "log": history(trainer),
+        "weights": weights(trainer),
+        "sharded": held is not None and isinstance(next(held.parameters()), ShardedParameter),
+    }
     del engine  # which has lived as long as the reference was used
     return found
 
@@ -159,22 +176,50 @@ def length_reward(completions: list[str], **kwargs: Any) -> list[float]:
     return [sum(map(ord, each)) % 7 - len(each) / 10 for each in completions]
 
 
-def reinforced(context: Context, stage: int | None, directory: str) -> dict[str, Any]:
+class Receiving(VLLMGeneration):
+    """Sends weights to itself in place of a server of vLLM."""
+
+    def _init_vllm(self) -> None:
+        self.vllm_client = self
+        self.got: dict[str, torch.Tensor] = {}
+
+    def update_named_params(self, metadata: list[Any], named: Any) -> None:
+        self.got = {name: values.clone() for name, values in named}
+        assert [(name, list(values.shape)) for name, values in self.got.items()] == [
+            (name, shape) for name, _, shape in metadata
+        ]
+
+    def reset_prefix_cache(self) -> None:
+        """As the client has it."""
+
+
+def reinforced(context: Context, stage: int | None, directory: str, reference: str) -> dict[str, Any]:
+    """Train, and send the weights to vLLM. reference: "none"; "synced" for one that TRL loads, which follows
+    the model; "adapter" for the model itself without its adapter."""
     begin_job(context)
-    settings = {"num_generations": 2, "max_completion_length": 8, "beta": 0.0, "num_train_epochs": 1}
+    settings = {"num_generations": 2, "max_completion_length": 8, "num_train_epochs": 1}
+    settings |= {"beta": 0.0 if reference == "none" else 0.1}
+    settings |= {"sync_ref_model": reference == "synced", "ref_model_sync_steps": 1}
     parts: dict[str, Any] = {
-        "model": language_model(),
+        "model": stored(directory, context) if reference == "synced" else language_model(),
         "args": GRPOConfig(**usual(directory) | settings),
         "train_dataset": preferences(8).select_columns(["prompt"]),
         "processing_class": tokenizer(),
         "reward_funcs": length_reward,
     }
-    if stage is None:
-        trainer = GRPOTrainer(**parts)
-    else:
-        trainer = GRPO(**parts, zero_config=zero.Config(stage=stage, timeout=60.0))
+    if reference == "adapter":
+        parts["peft_config"] = lora()
+    trainer = trainer_of(GRPO, GRPOTrainer, stage, parts)
     trainer.train()
-    return {"log": history(trainer), "weights": weights(trainer)}
+    before = weights(trainer)
+    sending = Receiving(trainer.model, trainer.accelerator, tokenizer(), mode="server")
+    sending.sync_weights()
+    return {
+        "log": history(trainer),
+        "weights": before,
+        "sent": on_host(sending.got),
+        "after": weights(trainer),
+    }
 
 
 def judged(context: Context, stage: int | None, directory: str) -> dict[str, Any]:
@@ -190,9 +235,6 @@ def judged(context: Context, stage: int | None, directory: str) -> dict[str, Any
         "train_dataset": preferences(14).remove_columns(["prompt"]),
         "processing_class": tokenizer(),
     }
-    if stage is None:
-        trainer = RewardTrainer(**parts)
-    else:
-        trainer = Reward(**parts, zero_config=zero.Config(stage=stage, timeout=60.0))
+    trainer = trainer_of(Reward, RewardTrainer, stage, parts)
     trainer.train()
     return {"log": history(trainer), "weights": weights(trainer)}

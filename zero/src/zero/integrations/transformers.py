@@ -17,12 +17,14 @@ from typing import Any
 
 import transformers
 from torch import nn
+from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
 from zero.config.training import Config
 from zero.engine import Engine
 from zero.errors import CheckpointError, ConfigError
 from zero.integrations.accelerate import Accelerator
 from zero.integrations.auto_values import config_of
+from zero.integrations.trl import Following, is_sharded, teach_gathering
 from zero.whole.gathered import gathered
 
 PRIVATE = (
@@ -59,6 +61,9 @@ class TrainerMixin:
     ) -> None:
         self.zero_config = zero_config
         super().__init__(*args, **kwargs)
+        self._shard_reference()
+        if getattr(self.args, "enable_jit_checkpoint", False):
+            self._stop_together()
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make the accelerator one that shards."""
@@ -68,6 +73,7 @@ class TrainerMixin:
             if self.zero_config.precision == "bf16":  # of the parameters, as in DeepSpeed, without autocast
                 self.accelerator.native_amp = False
         Accelerator.adopt(self.accelerator, self.zero_config)
+        teach_gathering()
         if self.args.save_on_each_node:
             raise ConfigError(
                 "TrainingArguments(save_on_each_node=True): an engine has whole weights on rank 0 only, so "
@@ -80,9 +86,21 @@ class TrainerMixin:
         return Accelerator.engine_of(self.accelerator, self.model)
 
     def add_callback(self, callback: Any) -> None:
-        """As in Trainer. TRL's callback that lets a reference follow the model reads whole values."""
+        """As in Trainer. TRL's callback that lets a reference follow the model gets whole values."""
         follows = hasattr(callback, "sync_target_model") and not isinstance(callback, type)
-        super().add_callback(_Following(callback, self) if follows else callback)  # type: ignore[misc]
+        super().add_callback(Following(callback, self) if follows else callback)  # type: ignore[misc]
+
+    def _shard_reference(self) -> None:
+        """At stage 3, shard the model that a trainer of TRL compares with, unless its user has."""
+        reference = getattr(self, "ref_model", None)
+        stage = self.accelerator.zero_config.stage
+        if stage == 3 and reference is not None and not is_sharded(reference):
+            self.accelerator._shard((reference,))
+
+    def _stop_together(self) -> None:
+        """Let ranks that are told to end (SIGTERM) save at the same step, whichever is told when."""
+        alone = self.pop_callback(JITCheckpointCallback)  # type: ignore[attr-defined]
+        self.add_callback(_Stopping(alone, self.accelerator))
 
     # -- saving (collective: Trainer calls these on every rank) ----------------------------------------
 
@@ -139,17 +157,30 @@ class Trainer(TrainerMixin, transformers.Trainer):
     """`transformers.Trainer` with an engine, see `TrainerMixin`."""
 
 
-class _Following(transformers.TrainerCallback):
-    """TRL's SyncRefModelCallback, for a reference that is whole on every rank."""
+class _Stopping(transformers.TrainerCallback):
+    """Transformers' JITCheckpointCallback, with a step that ranks agree on to save and stop after."""
 
-    def __init__(self, callback: Any, trainer: TrainerMixin) -> None:
+    def __init__(self, callback: Any, accelerator: Any) -> None:
         self._callback = callback
-        self._trainer = trainer
+        self._accelerator = accelerator
+        self._stopped = False
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._stopped = False
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        due = self._trainer.engine is not None and state.global_step % args.ref_model_sync_steps == 0
-        with gathered(self._trainer.model) if due else nullcontext():
-            self._callback.on_step_end(args, state, control, **kwargs)
+        if self._callback.jit_manager.is_checkpoint_requested:
+            self._accelerator.set_trigger()
+        if self._accelerator.check_trigger():
+            self._callback.jit_manager.is_checkpoint_requested = False
+            control.should_save = control.should_training_stop = self._stopped = True
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._stopped:  # there may be seconds left, and the step is saved
+            control.should_save = control.should_evaluate = False
+
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+        self._callback.on_train_end(*args, **kwargs)
 
 
 def _has_adapter(model: nn.Module) -> bool:
