@@ -115,7 +115,7 @@ def test_one_trainer_trains_again(cluster: Clusters, tmp_path: Path) -> None:
 def test_ranks_may_generate_unequal_lengths(cluster: Clusters, tmp_path: Path, adapter: bool) -> None:
     arguments = {"directory": str(tmp_path), "adapter": adapter}
     found = cluster(2).run(runs.generated, stage=3, **arguments)
-    assert [len(row) for rank in found for row in rank] == [6, 11]
+    assert [len(row) for rank in found for row in rank] == [6, 11, 11]
     assert found == cluster(2).run(runs.generated, stage=None, **arguments)
 
 
@@ -147,20 +147,37 @@ def test_a_deepspeed_file_that_differs_from_the_arguments_is_refused(
             assert each in told
 
 
-TIMEOUT = 4.0
+def test_a_sequence_to_sequence_trainer_writes_outputs_of_unequal_lengths(
+    cluster: Clusters, tmp_path: Path
+) -> None:
+    found = cluster(2).run(runs.translated, stage=3, directory=str(tmp_path / "mine"))
+    wanted = cluster(2).run(runs.translated, stage=None, directory=str(tmp_path / "plain"))
+    assert_same_log(found[0]["log"], wanted[0]["log"], 1e-6)
+    assert furthest(found[0]["weights"], wanted[0]["weights"]) < 1e-6
+    assert [rank["predicted"] for rank in found] == [rank["predicted"] for rank in wanted]
 
 
-def test_a_callback_that_stops_one_rank_is_told_on_the_others(disposable: Any, tmp_path: Path) -> None:
-    arguments = {"directory": str(tmp_path), "timeout": TIMEOUT, "fails": False}
-    first, second = disposable(2).run(runs.stopped_alone, limit=60, **arguments)
-    assert "rank 1" in first + second
+def test_a_checkpoint_of_two_ranks_is_resumed_by_one(cluster: Clusters, tmp_path: Path) -> None:
+    wanted = cluster(2).run(runs.rows_in_order, directory=str(tmp_path), resume=False)[0]
+    found = cluster(1).run(runs.rows_in_order, directory=str(tmp_path), resume=True)[0]
+    assert_same_log(found["log"][:-1], wanted["log"][:-1], 1e-6)
+    assert furthest(found["weights"], wanted["weights"]) < 1e-6
 
 
-def test_an_exception_on_one_rank_ends_the_others(disposable: Any, tmp_path: Path) -> None:
-    arguments = {"directory": str(tmp_path), "timeout": TIMEOUT, "fails": True}
-    first, second = disposable(2).outcomes(runs.stopped_alone, limit=60, **arguments)
-    assert "no such file" in second.error
-    assert "rank 1" in first.value
+def test_a_rank_that_is_told_to_end_has_all_save_and_stop(cluster: Clusters, tmp_path: Path) -> None:
+    for found in cluster(2).run(runs.terminated, directory=str(tmp_path)):
+        assert 2 <= found["step"] < 14
+        assert found["found"] == found["wanted"]
+        assert found["handler"]
+
+
+@pytest.mark.parametrize("way", ["stop", "fail", "data"])
+def test_what_ends_one_rank_is_told_on_the_others(disposable: Any, tmp_path: Path, way: str) -> None:
+    """A callback, an exception in training_step, fewer rows."""
+    arguments = {"directory": str(tmp_path), "timeout": 4.0, "way": way}
+    first, second = disposable(2).outcomes(runs.ended_alone, limit=60, **arguments)
+    assert ("no such file" in second.error) == (way == "fail")
+    assert "rank 1" in f"{first.value}{second.value}"
 
 
 def test_private_names_of_transformers_are_there() -> None:

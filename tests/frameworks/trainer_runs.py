@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import peft
+import torch
 import transformers
-from transformers import LlamaForCausalLM, TrainerCallback, TrainingArguments
+from transformers import LlamaForCausalLM, TrainerCallback, TrainingArguments, trainer_jit_checkpoint
 
 from accelz.conformance.cluster import Context
 from tests.frameworks.jobs import begin_job, language_model, on_host, token_rows
-from zero import Config, ZeroError
-from zero.integrations.transformers import Trainer
+from zero import Config, ZeroError, gathered
+from zero.integrations.transformers import Trainer, TrainerMixin
+
+
+class Seq2Seq(TrainerMixin, transformers.Seq2SeqTrainer):
+    """As in the guide."""
+
 
 TIMES = ("runtime", "samples_per_second", "steps_per_second", "total_flos", "preparation_time")
 
@@ -33,6 +41,7 @@ def make_trainer(
     model: Any = None,
     timeout: float = 60.0,
     zero_config: Any = None,
+    kind: type[Trainer] = Trainer,
 ) -> transformers.Trainer:
     """stage: None for transformers' own, with DistributedDataParallel. 26 rows are 7 batches on two ranks."""
     model = model or language_model()
@@ -57,7 +66,7 @@ def make_trainer(
     if stage is None:
         return transformers.Trainer(model, arguments, **data)
     chosen = zero_config or Config(stage=stage, timeout=timeout)
-    return Trainer(model, arguments, zero_config=chosen, **data)
+    return kind(model, arguments, zero_config=chosen, **data)
 
 
 def history(trainer: transformers.Trainer) -> list[dict[str, float]]:
@@ -142,31 +151,115 @@ def twice(context: Context, stage: int | None, directory: str) -> dict[str, Any]
 
 
 class StopsAlone(TrainerCallback):
-    """Stops the training of rank 1 after two steps, or fails there."""
+    """Has rank 1 do something else than rank 0 in the third step: stop its training, or be told to end."""
 
-    def __init__(self, rank: int, fails: bool) -> None:
+    def __init__(self, rank: int, way: str) -> None:
         self.rank = rank
-        self.fails = fails
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.rank == 1 and state.global_step == 2 and self.fails:
-            raise ValueError("no such file")
+        self.way = way
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.rank == 1 and state.global_step == 2 and not self.fails:
-            control.should_training_stop = True
+        if self.rank == 1 and state.global_step == 2:
+            if self.way == "stop":
+                control.should_training_stop = True
+            elif self.way == "terminate":
+                os.kill(os.getpid(), signal.SIGTERM)
 
 
-def stopped_alone(context: Context, directory: str, timeout: float, fails: bool) -> str:
-    """What rank 0 is told where rank 1 stops; "" on rank 1."""
+class FailsAlone(Trainer):
+    """Raises on rank 1 in the third step."""
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if self.args.process_index == 1 and self.state.global_step == 2:
+            raise ValueError("no such file")
+        return super().training_step(*args, **kwargs)
+
+
+def ended_alone(context: Context, directory: str, timeout: float, way: str) -> str:
+    """What rank 0 is told where rank 1 ends first: way is "stop", "fail" or, by fewer rows, "data"."""
     begin_job(context)
-    trainer = make_trainer(3, directory, {}, timeout=timeout)
-    trainer.add_callback(StopsAlone(context.rank, fails))
+    even = {"accelerator_config": {"even_batches": False}} if way == "data" else {}
+    kind = FailsAlone if way == "fail" else Trainer
+    trainer = make_trainer(3, directory, even, timeout=timeout, kind=kind)
+    trainer.add_callback(StopsAlone(context.rank, way))
     try:
         trainer.train()
     except ZeroError as error:
         return str(error)
     return ""
+
+
+def terminated(context: Context, directory: str) -> dict[str, Any]:
+    """Train, with rank 1 told to end in the middle, and go on with another Trainer from what was saved."""
+    begin_job(context)
+    wanted = make_trainer(3, directory, {})
+    wanted.train()
+    begin_job(context)
+    at_once = partial(trainer_jit_checkpoint.CheckpointManager, kill_wait=0.0)
+    with mock.patch.object(trainer_jit_checkpoint, "CheckpointManager", at_once):
+        trainer = make_trainer(3, directory, {"enable_jit_checkpoint": True})
+    trainer.add_callback(StopsAlone(context.rank, "terminate"))
+    trainer.train()
+    step = trainer.state.global_step
+    begin_job(context)
+    again = make_trainer(3, directory, {"enable_jit_checkpoint": True})
+    again.train(resume_from_checkpoint=True)
+    return {
+        "step": step,
+        "wanted": history(wanted)[:-1],
+        "found": history(again)[:-1],
+        "handler": signal.getsignal(signal.SIGTERM) == signal.SIG_DFL,
+    }
+
+
+def rows_in_order(context: Context, directory: str, resume: bool) -> dict[str, Any]:
+    """Train on batches of 4 rows, whatever the number of ranks."""
+    begin_job(context)
+    settings = {
+        "per_device_train_batch_size": 4 // context.size,
+        "save_strategy": "steps",
+        "save_steps": 3,
+        "max_steps": 9,
+    }
+    trainer = make_trainer(3, directory, settings)
+    trainer.train_dataset = rows(24)
+    trainer.train(resume_from_checkpoint=f"{directory}/checkpoint-6" if resume else None)
+    return {"log": history(trainer), "weights": weights(trainer)}
+
+
+def translated(context: Context, stage: int | None, directory: str) -> dict[str, Any]:
+    """Train an encoder and decoder, and write an output of another length on each rank."""
+    begin_job(context)
+    arguments = transformers.Seq2SeqTrainingArguments(
+        output_dir=directory,
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        logging_steps=1,
+        learning_rate=1e-3,
+        per_device_train_batch_size=2,
+        per_device_eval_batch_size=1,
+        max_steps=4,
+        save_strategy="no",
+        predict_with_generate=True,
+        generation_max_length=12,
+    )
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2}
+    config = transformers.T5Config(vocab_size=64, decoder_start_token_id=0, **sizes)
+    model = transformers.T5ForConditionalGeneration(config)
+    data = [{k: row[k] for k in ("input_ids", "labels")} for row in rows(8)]
+    parts = {"train_dataset": data, "eval_dataset": data[:2]}
+    if stage is None:
+        trainer = transformers.Seq2SeqTrainer(model, arguments, **parts)
+    else:
+        trainer = Seq2Seq(model, arguments, zero_config=Config(stage=stage, timeout=60.0), **parts)
+    trainer.train()
+    length = 4 + 4 * context.rank
+    predicted = trainer.predict(data[:2], min_length=length, max_length=length)
+    return {
+        "log": history(trainer),
+        "weights": weights(trainer),
+        "predicted": predicted.predictions.tolist(),
+    }
 
 
 AUTO = {
@@ -222,7 +315,7 @@ def by_differing_file(context: Context, directory: str) -> str:
 
 
 def generated(context: Context, stage: int | None, directory: str, adapter: bool) -> list[list[int]]:
-    """What each rank's model writes after training, each rank another number of tokens."""
+    """What each rank's model writes after training, each rank another number of tokens; then rank 1 alone."""
     begin_job(context)
     model = peft.get_peft_model(language_model(), peft.LoraConfig(r=4)) if adapter else language_model()
     trainer = make_trainer(stage, directory, {"num_train_epochs": 1}, model)
@@ -231,4 +324,8 @@ def generated(context: Context, stage: int | None, directory: str, adapter: bool
     prompt = token_rows(1, length=4)
     tokens = 2 + 5 * context.rank
     settings = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False, "pad_token_id": 0}
-    return trainer.model.generate(input_ids=prompt, **settings).tolist()
+    found = trainer.model.generate(input_ids=prompt, **settings).tolist()
+    with gathered(trainer.model):
+        if context.rank == 1:
+            found += trainer.model.generate(input_ids=prompt, **settings).tolist()
+    return found
