@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-FRAMEWORKS = ("accelerate", "transformers", "peft", "trl", "lightning")
+FRAMEWORKS = ("accelerate", "transformers", "peft", "trl", "lightning", "ray")
 
 
 @pytest.mark.parametrize("package", ["torch", *FRAMEWORKS])
