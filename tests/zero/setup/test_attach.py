@@ -16,6 +16,8 @@ from accelz.conformance.cluster import Clusters, Context
 from tests.zero.helpers.models import fresh, language_loss
 from tests.zero.helpers.optimizers import sgd
 from tests.zero.helpers.training import adamw
+from zero.drafts.checks import how_stepped
+from zero.optimizer.joint import joint
 
 Make = Callable[[nn.Module], Any]
 
@@ -123,6 +125,51 @@ def test_an_optimizer_that_comes_later_trains_the_same(cluster: Clusters, tmp_pa
     assert workers.run(late_body, run=run, path=str(tmp_path / "saved"), limit=120) == [{}] * workers.size
 
 
+SECOND: dict[str, tuple[Make, dict[str, Any]]] = {
+    "stage 3": (sgd, {}),
+    "16 bits": (adamw, {"precision": "bf16"}),
+    "host": (adamw, {"precision": "bf16", "offload": HOST, "stage": 2}),
+    "disk": (adamw, {"precision": "bf16", "offload": DISK}),
+    "slices": (rmsprop, {}),
+    "whole parameters": (muon_and_adamw, {"stage": 2}),
+}
+
+
+def steps(context: Context, model: nn.Module, optimizers: Any, of: range) -> None:
+    for step in of:
+        language_loss(model, step, context.rank).backward()
+        for each in optimizers if isinstance(optimizers, list) else [optimizers]:
+            each.step()
+            each.zero_grad()
+
+
+def second_body(context: Context, run: str) -> list[str]:
+    """An engine that gets another optimizer trains as one that is made with its weights and that one."""
+    make, settings = SECOND[run]
+    config = zero.Config(timeout=20, **settings)
+    model, fresh_one = fresh(), fresh()
+    engine = zero.initialize(model, first := adamw(model), config)
+    steps(context, model, first, range(2))
+    language_loss(model, 2, context.rank).backward()  # of which nothing is left
+    masters = engine.state_dict(master=True)
+    if context.rank == 0:
+        fresh_one.load_state_dict(masters)
+    engine.attach(second := make(model))
+    steps(context, model, second, range(3, 5))
+    assert engine.steps == 4
+    with pytest.raises(zero.UsageError, match=r"another one by engine\.attach"):
+        first.step()
+    expected = zero.initialize(fresh_one, anew := make(fresh_one), config)
+    steps(context, fresh_one, anew, range(3, 5))
+    found, wanted = engine.state_dict(master=True), expected.state_dict(master=True)
+    return [name for name in wanted if not torch.equal(found[name], wanted[name])]
+
+
+@pytest.mark.parametrize("run", SECOND)
+def test_another_optimizer_takes_the_place_of_the_first(cluster: Clusters, run: str) -> None:
+    assert cluster(2).run(second_body, run=run, limit=120) == [[], []]
+
+
 def read_only_body(context: Context, path: str) -> None:
     """A model without an optimizer is read, saved and loaded; gradients go through it once it is frozen."""
     model, student = fresh(), nn.Linear(4, 4)
@@ -152,7 +199,7 @@ def read_only_body(context: Context, path: str) -> None:
         engine.attach(torch.optim.SGD(student.parameters(), lr=0.1))
     engine.attach(optimizer)
     assert all(torch.equal(value, expected[name]) for name, value in engine.state_dict(master=True).items())
-    with pytest.raises(zero.UsageError, match="has an optimizer already"):
+    with pytest.raises(zero.UsageError, match="has this optimizer already"):
         engine.attach(optimizer)
     with pytest.raises(zero.StateError, match="weights_only=True"):
         engine.load_checkpoint(path)
@@ -179,6 +226,12 @@ def refused_body(context: Context) -> None:
     language_loss(model, 0, context.rank).backward()
     optimizer.step()
     assert engine.steps == 1
+
+
+@pytest.mark.host
+@pytest.mark.parametrize("make", [adamw, two, muon])
+def test_what_ranks_compare_is_the_same_in_every_process(make: Make) -> None:
+    assert " at 0x" not in how_stepped(joint(make(fresh())), zero.Config())
 
 
 def test_refused_optimizers_change_nothing(cluster: Clusters) -> None:

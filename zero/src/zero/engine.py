@@ -75,7 +75,7 @@ class Engine:
         optimizer_state: OptimizerState,
         checkpoints: Checkpoints,
         tracer: MemoryTracer,
-        attach: Callable[..., None] | None,
+        attach: Callable[..., None],
     ) -> None:
         self.module = module
         self.optimizer = optimizer
@@ -183,13 +183,13 @@ class Engine:
     def attach(self, optimizer: Optimizer | Sequence[Optimizer]) -> None:
         """Train with an optimizer, or a list of them, made from `model.parameters()` after zero.initialize.
 
-        Collective, once, for an engine that was made without an optimizer. The optimizer is then as one that
-        was given to zero.initialize. Raises, before anything is changed, UsageError if there is an optimizer,
-        OptimizerError for what that would refuse and for optimizers that need other flat buffers (such as
-        Muon beside AdamW), and RankMismatchError if ranks have different ones.
+        Collective. The optimizer is then as one that was given to zero.initialize. It takes the place of one
+        that the engine has, whose moments and gradients are dropped, and which can step no more; the weights
+        and the number of steps stay. Raises, before anything is changed, UsageError for the optimizer that
+        the engine has, OptimizerError for what zero.initialize would refuse, RankMismatchError if ranks have
+        different ones, and OffloadError if a rank finds no space on its disk.
         """
-        if self._attach is None:
-            raise UsageError("attach(): the engine has an optimizer already; give it all of them at once")
+        self.wait_for_checkpoint()
         self._integrity.check_present()
         self._integrity.check_complete()
         self._pass.check_not_in_use("attach")

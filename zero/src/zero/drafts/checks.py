@@ -180,11 +180,12 @@ def check_equal(prepared: Prepared, config: Config, communicator: Communicator) 
     told["Config(offload=...)"] = offload
     told["Config(compile=...)"] = str(config.compile and config.compile.model_dump_json())
     told["the model"] = _layout(prepared)
-    told["the optimizer, or Config(whole_parameters=...)"] = _how_stepped(prepared.optimizer, config)
+    told["the optimizer, or Config(whole_parameters=...)"] = how_stepped(prepared.optimizer, config)
     communicator.check_equal(told)
 
 
-def _how_stepped(optimizer: Optimizer, config: Config) -> str:
+def how_stepped(optimizer: Optimizer, config: Config) -> str:
+    """Describe the optimizer, as text that is the same in every process."""
     ways = of_param_groups(optimizer, config)
     told = [(way.whole, way.rule and (way.rule.update.kernel)) for way in ways]
     return f"{kinds_of_groups(optimizer)} {told}"

@@ -51,6 +51,13 @@ def take_over(optimizer: Optimizer, driver: Driver) -> None:
     own["add_param_group"] = _refuse_to_add
 
 
+def let_go(optimizer: Optimizer) -> None:
+    """Take from an optimizer what it has of a model that another one steps from now on."""
+    optimizer.state.clear()
+    for group in optimizer.param_groups:
+        group["params"] = []
+
+
 def own_step(optimizer: Optimizer) -> Callable[[], Any]:
     """The step that the optimizer had before it was taken over."""
     replaced: Callable[[], Any] | None = vars(optimizer).get(_REPLACED)
@@ -87,7 +94,8 @@ def _driver_of(optimizer: Optimizer) -> tuple[Driver, Optimizer]:
     driver, known = (each() for each in getattr(optimizer, _DRIVER))
     if driver is None or known is None:
         raise UsageError(
-            "the engine that this optimizer belongs to no longer exists: keep what zero.initialize returns"
+            "the engine that this optimizer belongs to no longer exists, or has got another one by "
+            "engine.attach: keep what zero.initialize returns, and step the optimizer that it has"
         )
     return driver, known
 

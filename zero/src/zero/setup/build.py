@@ -15,8 +15,10 @@ from zero.checkpoint.checkpoints import Checkpoints
 from zero.checkpoint.engine_state import EngineParts
 from zero.communication.communicator import Communicator
 from zero.config.training import Config
+from zero.drafts.checks import how_stepped
 from zero.drafts.offload_fit import check_offload
 from zero.engine import Engine
+from zero.errors import UsageError
 from zero.gradients.factor import GradientFactor
 from zero.gradients.group_gradients import GradientPolicy
 from zero.gradients.loss_scale import LossScale
@@ -28,12 +30,12 @@ from zero.memory.memory_tracer import MemoryTracer
 from zero.memory.placement_policy import StaticPlacementPolicy
 from zero.optimizer.checks import check_optimizer
 from zero.optimizer.hyper_parameters import scheduled
-from zero.optimizer.joint import joint, kinds_of_groups, members
+from zero.optimizer.joint import joint, members
 from zero.optimizer.routes import share_out
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
 from zero.optimizer.state_offload import StateOffload
 from zero.optimizer.stepping import GroupStepping, Stepping, steppings, ways_of
-from zero.optimizer.taken_over import take_over
+from zero.optimizer.taken_over import let_go, take_over
 from zero.setup.no_sync import offer_no_sync
 from zero.setup.regroup import regrouped
 from zero.sharding.flat_group import FlatGroup
@@ -85,18 +87,24 @@ def build_engine(model: nn.Module, sharded: Sharded, stepper: Stepper) -> Engine
 
 
 def _attach(engine: Engine, sharded: Sharded, optimizer: Optimizer | Sequence[Optimizer]) -> None:
-    """Give an engine without an optimizer one, by making its parts anew; collective.
+    """Give an engine an optimizer, by making its parts anew; collective.
 
-    Its units, too, if the optimizer steps parameters of one group in different ways. Raises, before anything
-    is changed, OptimizerError, ConfigError, RankMismatchError if ranks have different optimizers, and
-    OffloadError. After OutOfMemoryError or CommunicationError, the model must be built anew.
+    Its units, too, if there is an optimizer, whose records they have, or if the new one steps parameters of
+    one group in different ways. Raises, before anything is changed, UsageError, OptimizerError, ConfigError,
+    RankMismatchError if ranks have different optimizers, and OffloadError. After OutOfMemoryError or
+    CommunicationError, the model must be built anew.
     """
     optimizer, model, config = joint(optimizer), engine.module, sharded.config
+    before = members(engine.optimizer)
+    if set(before) & set(members(optimizer)):
+        raise UsageError(
+            "attach(): the engine has this optimizer already; give it all of them at once, or new ones"
+        )
     param_group_of = check_optimizer(optimizer, model, config)
     check_offload(model, optimizer, config)
     ways = steppings(optimizer, config)
-    _check_same(sharded, optimizer, ways, param_group_of)
-    if any(len(ways_of(group.parameters, ways)) > 1 for group in sharded.trainable):
+    _check_same(sharded, optimizer, param_group_of)
+    if before or any(len(ways_of(group.parameters, ways)) > 1 for group in sharded.trainable):
         stores = Stores(sharded.stores.accelerator, config.offload)
         units = regrouped(model, optimizer, config, stores, engine._full_parameters)
         sharded = replace(sharded, stores=stores, units=units)
@@ -104,24 +112,19 @@ def _attach(engine: Engine, sharded: Sharded, optimizer: Optimizer | Sequence[Op
         optimizer=optimizer, param_group_of=param_group_of, stepping=_stepping(sharded.trainable, ways)
     )
     steps, interrupted = engine.steps, engine._integrity.interrupted
+    for each in before:
+        let_go(each)
     Engine.__init__(engine, **_parts(model, sharded, stepper, engine._pass))
     engine._boundary.steps, engine._integrity.interrupted = steps, interrupted
 
 
-def _check_same(
-    sharded: Sharded,
-    optimizer: Optimizer,
-    ways: Mapping[nn.Parameter, Stepping],
-    param_group_of: Mapping[nn.Parameter, int],
-) -> None:
+def _check_same(sharded: Sharded, optimizer: Optimizer, param_group_of: Mapping[nn.Parameter, int]) -> None:
     """Raise RankMismatchError if ranks have different optimizers; collective."""
     named = [
         named for group in sharded.trainable for named in zip(group.names, group.parameters, strict=True)
     ]
     told = {name: param_group_of[parameter] for name, parameter in named if parameter in param_group_of}
-    sharded.communicator.check_equal(
-        {"the optimizer": f"{kinds_of_groups(optimizer)} {list(ways.values())} {told}"}
-    )
+    sharded.communicator.check_equal({"the optimizer": f"{how_stepped(optimizer, sharded.config)} {told}"})
 
 
 def _stepping(
@@ -269,5 +272,5 @@ def _parts(
         "optimizer_state": OptimizerState(full_parameters, sharded_optimizer),
         "checkpoints": checkpoints,
         "tracer": tracer,
-        "attach": None if trains else partial(_attach, sharded=sharded),
+        "attach": partial(_attach, sharded=sharded),
     }
