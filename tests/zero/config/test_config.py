@@ -322,6 +322,7 @@ def test_the_public_face_is_frozen() -> None:
         "stage",
         "precision",
         "shard_ranks",
+        "local_modules",
         "gradient_accumulation_steps",
         "accumulate",
         "reduce_dtype",

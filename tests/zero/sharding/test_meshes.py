@@ -16,7 +16,8 @@ from tests.zero.helpers.loops import train_on
 from tests.zero.helpers.models import fresh, language_loss
 from tests.zero.helpers.optimizers import sgd
 from tests.zero.helpers.training import Run, errors_of, same_bits, train_reference, train_zero
-from zero.communication.job import mesh_of
+from zero.communication.grid import Grid
+from zero.communication.mesh import Meshes
 from zero.drafts.unit_drafts import UnitDraft, draft_units
 from zero.setup import build_units, initialization
 
@@ -29,15 +30,15 @@ def one_unit_over_few_ranks() -> Iterator[None]:
     """In the block, `SPREAD_LESS` is spread over `FEW` ranks, with copies, and the rest over all."""
     build_unit = build_units._build_unit
 
-    def drafted(prepared: Any, config: Any, placer: Any, ranks: int, moments: Any) -> list[UnitDraft]:
-        many, few = (draft_units(prepared, config, placer, n, moments) for n in (ranks, FEW))
+    def drafted(prepared: Any, config: Any, placer: Any, many: Any, moments: Any) -> list[UnitDraft]:
+        many, few = (draft_units(prepared, config, placer, n, moments) for n in (many, lambda _: FEW))
         return [b if a.plan.name == SPREAD_LESS else a for a, b in zip(many, few, strict=True)]
 
     def built(index: int, draft: UnitDraft, config: Any, stores: Any, communicator: Any, *rest: Any) -> Any:
-        mesh, values = rest
+        meshes, values = rest
         if draft.plan.name == SPREAD_LESS:
-            mesh = mesh_of(communicator.ledger._groups, FEW)
-        return build_unit(index, draft, config, stores, communicator, mesh, values)
+            meshes = Meshes(communicator._groups, Grid.plain(RANKS, FEW))
+        return build_unit(index, draft, config, stores, communicator, meshes, values)
 
     with (
         patch.object(initialization, "draft_units", drafted),

@@ -273,10 +273,12 @@ class Engine:
 
     @property
     def rank(self) -> int:
+        """This rank's number among those that have different data."""
         return self._communicator.group.rank
 
     @property
     def world_size(self) -> int:
+        """How many ranks have different data; with a mesh, those of its data dimensions."""
         return self._communicator.group.size
 
     def train(self, mode: bool = True) -> Engine:

@@ -24,6 +24,12 @@ class Peers:
         here = machine()
         self._processes = {rank: process for rank, (where, process) in enumerate(cards) if where == here}
 
+    def of(self, ranks: Sequence[int]) -> Peers:
+        """The processes of some of the ranks, numbered in the order given."""
+        some = Peers()
+        some._processes = {n: self._processes[r] for n, r in enumerate(ranks) if r in self._processes}
+        return some
+
     def ended(self, store: BoundedStore, keys: Mapping[int, str]) -> str:
         """Say which ranks have ended without having set their key; "" if there are none. keys: by rank."""
         gone = [rank for rank in keys if rank in self._processes and _has_ended(self._processes[rank])]

@@ -63,6 +63,7 @@ class Checkpoints:
         if self._engine.communicator.failed:
             check()  # at once, as other ranks may not be there to be told
         communicator = self._engine.communicator
+        self._check_mesh(path)
         waiting: Waiting = partial(communicator.waiting, f"save_checkpoint({str(path)!r})")
         key = f"{communicator.key}/save{next(self._saves)}"
         messages = SaveMessages(
@@ -91,6 +92,20 @@ class Checkpoints:
         else:
             self._arena = None
             job.run()
+
+    def _check_mesh(self, path: str | Path) -> None:
+        """Raise UsageError, on every rank, where one directory would hold other values under the same name.
+        Collective in a job whose mesh has dimensions without data."""
+        communicator, engine = self._engine.communicator, self._engine
+        data = communicator.grid.data
+        if apart := data & frozenset().union(*(g.mesh.apart for unit in engine.units for g in unit.groups)):
+            raise UsageError(_LOCAL.format(", ".join(sorted(apart))))
+        if communicator.divided:
+            every = communicator.everywhere(str(as_path(path).absolute()))
+            parts = communicator.grid.parts(data)
+            if len({every[part[0]] for part in parts}) < len(parts):
+                dim = min(communicator.grid.others)
+                raise UsageError(_SAME_PLACE.format(path, dim))
 
     @lasting()
     @in_range("load")
@@ -139,6 +154,16 @@ class Checkpoints:
         if copy:
             packed = pack(self._engine.accelerator, job.mine.parts, self._arena)
             job.mine.parts, job.packed, self._arena = packed
+
+
+_LOCAL = (
+    "a checkpoint holds one value under a name, and modules in Config(local_modules=...) have others along "
+    "{}: save what engine.state_dict() returns, which is a dict on the first rank of each coordinate there"
+)
+_SAME_PLACE = (
+    "save_checkpoint({0!r}): ranks that differ in other dimensions than those of the data would write the "
+    "same files: give each its own directory, f'{0}/{1}{{mesh.get_local_rank({1!r})}}', and load from there"
+)
 
 
 def _check_arguments(state: object, rank_state: object, keep_last: int | None) -> None:

@@ -9,7 +9,7 @@ difference, the rank whose collective failed first, or the ranks that did not an
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from zlib import crc32
@@ -22,10 +22,13 @@ from accelz.ranks.exchange import Exchange, unused_key
 from zero.communication.differences import first_line, first_setting
 from zero.communication.disk_errors import PostponedDiskErrors
 from zero.communication.failures import Issued
+from zero.communication.grid import Grid
 from zero.communication.job import JobGroups, explained
 from zero.communication.ledger import Ledger, Traffic
 from zero.communication.line import Line
+from zero.communication.mesh import Mesh
 from zero.communication.notes import not_everywhere
+from zero.communication.reports import names
 from zero.errors import CommunicationError, RankMismatchError
 from zero.warning import warn
 
@@ -61,7 +64,9 @@ class Communicator:
     groups: as joined for this engine, the newest. name: the model's class, for messages. outlive_launcher: as
     in Config. key: prefix for the engine's own keys in the store. peers: the ranks' processes.
 
-    group: all ranks of the job. Collectives of a group of parameters are over the ranks of its mesh.
+    group: the engine's ranks, which have different data and issue the same. whole: all ranks of the job,
+    which are more where its mesh has other dimensions than those of the data. alike: those whose models have
+    the same structure. Collectives of a group of parameters are over the ranks of its mesh.
 
     in_pass: inside something that ends with an agreement of the ranks, such as a forward or backward.
     norm_is_read: whether the norm of the gradients is read, on this rank so far or, since the last agreement,
@@ -74,21 +79,40 @@ class Communicator:
         self._launch = None if outlive_launcher else groups.job.launch
         self._collectives = accelerator.collectives
         self._control = groups.control
+        self._groups = groups
         self.group = groups.data
+        self.whole = groups.whole
+        self.alike = groups.part(groups.grid.parts(groups.grid.alike))
         self._others: dict[int, Group] = {}  # that collectives were issued over, by id
         self.ledger = Ledger(groups, name)
         self.in_pass = False
         self.norm_is_read = False
-        self.peers = groups.job.peers
-        self.key, self._values = explained(
+        self.peers = groups.job.peers.of(groups.ranks)
+        self.key, self._values, everywhere = explained(
             lambda: (
                 unused_key(self.group, "zero/engine"),
                 Exchange(self.group, "zero/values", self.peers),
+                Exchange(self.whole, "zero/everywhere", groups.job.peers) if self.divided else None,
             ),
             self.group.timeout,
         )
+        self._everywhere = everywhere or self._values
         self._disk_errors = PostponedDiskErrors(alone=self.group.size == 1)
         self._untold = False  # whether there are notes that no `agree` has shared
+
+    @property
+    def divided(self) -> bool:
+        """Whether the job has other ranks than `group`."""
+        return self.whole is not self.group
+
+    @property
+    def grid(self) -> Grid:
+        """How the job's ranks are arranged."""
+        return self._groups.grid
+
+    def name(self, rank: int) -> str:
+        """Say for messages which rank one of `group` is: its number in the job, and its coordinates."""
+        return self.grid.name(self._groups.ranks[rank])
 
     @property
     def traffic(self) -> Traffic:
@@ -115,7 +139,7 @@ class Communicator:
     def whereabouts(self, ranks: Iterable[int]) -> str:
         """Say where ranks wait that are missed now, as far as they have told; "" if they have not."""
         line = self.ledger.line
-        return line.waits.describe(ranks, line.count)
+        return line.waits.describe([self._groups.ranks[rank] for rank in ranks], line.count)
 
     def all_gather(self, unit: str, output: Tensor, shard: Tensor, ranks: Group) -> NamedHandle:
         output, shard = _transportable(output), _transportable(shard)
@@ -144,12 +168,21 @@ class Communicator:
         issued = self._enter("all_reduce", unit, tensor.numel(), tensor.dtype, ranks)
         return self._start(issued, ranks, self._collectives.all_reduce, tensor, ranks, op)
 
-    def broadcast(self, unit: str, tensor: Tensor, source: int) -> None:
-        """Broadcast from rank `source` of the job to all ranks, and wait. tensor: (n,), contiguous."""
-        tensor, ranks = _transportable(tensor), self.group
+    def broadcast(self, unit: str, tensor: Tensor, source: int, ranks: Group | None = None) -> None:
+        """Broadcast from a rank of `ranks` (None: `group`) to all of them, and wait. tensor: (n,),
+        contiguous."""
+        tensor, ranks = _transportable(tensor), ranks or self.group
         origin = f" from rank {source}"
         issued = self._enter("broadcast", unit, tensor.numel(), tensor.dtype, ranks, origin)
         self._start(issued, ranks, self._collectives.broadcast, tensor, source, ranks).wait()
+
+    def spread(self, unit: str, tensor: Tensor, mesh: Mesh, source: int = 0) -> None:
+        """Give every rank of a mesh the values of the one that is in the place of rank `source` of `group`,
+        and wait. Ranks that differ along `mesh.apart` keep different values. tensor: as in `broadcast`."""
+        if mesh.data.size > 1:
+            self.broadcast(unit, tensor, mesh.places[source], mesh.data)
+        if mesh.beyond is not None:
+            self.broadcast(unit, tensor, 0, mesh.beyond)
 
     def check(self) -> None:
         """Raise CommunicationError if the library has aborted a collective asynchronously.
@@ -185,7 +218,9 @@ class Communicator:
         if failed:
             self._disk_errors.share(self.all_gather_object(self._disk_errors.own))
         if not same_settings:
-            raise RankMismatchError(f"{first_setting(self.all_gather_object(dict(own)))}. {_SETTINGS_ADVICE}")
+            raise RankMismatchError(
+                f"{first_setting(self.all_gather_object(dict(own)), self.name)}. {_SETTINGS_ADVICE}"
+            )
         if untold:
             self._tell_of_others()
         return flagged
@@ -213,14 +248,14 @@ class Communicator:
         every = self.all_gather_object(self.ledger.line.failures.notes)
         for ranks, what in not_everywhere(dict(enumerate(every)), self.group.size):
             if 0 not in ranks:
-                warn(f"zero: on rank(s) {', '.join(map(str, ranks))}, {what}", rank=self.group.rank)
+                warn(f"zero: on rank(s) {names(ranks, self.name)}, {what}", rank=self.group.rank)
 
     def _check_launch(self, gone: str) -> None:
         if gone:
             raise CommunicationError(
-                f"rank {self.group.rank} ends, as {gone} has ended: nothing would end the ranks, start them "
-                "again or save what they have trained. Start a new job from the last checkpoint; to train on "
-                "in such a case, set Config(outlive_launcher=True)"
+                f"rank {self.name(self.group.rank)} ends, as {gone} has ended: nothing would end the ranks, "
+                "start them again or save what they have trained. Start a new job from the last checkpoint; "
+                "to train on in such a case, set Config(outlive_launcher=True)"
             )
 
     def postponing_disk_errors(self) -> AbstractContextManager[None]:
@@ -247,10 +282,11 @@ class Communicator:
         """Wait until every rank has come here and finished all reading and writing before it."""
         self._exchange(what, torch.zeros(1, dtype=torch.int64, device=HOST))
 
-    def highest(self, what: str, numbers: Tensor) -> Tensor:
-        """Take the elementwise maximum of host integers over the ranks, in place. Blocks the host."""
-        if self.group.size > 1:
-            self._exchange(what, numbers)
+    def highest(self, what: str, numbers: Tensor, ranks: Group | None = None) -> Tensor:
+        """Take the elementwise maximum of host integers over ranks (None: `group`), in place. Blocks the
+        host."""
+        if (ranks or self.group).size > 1:
+            self._exchange(what, numbers, ranks)
         return numbers
 
     def start_or(self, what: str, flags: Tensor) -> NamedHandle:
@@ -258,10 +294,11 @@ class Communicator:
         self.ledger.line.failures.check()
         return self._start_exchange(what, flags)
 
-    def check_equal(self, facts: Mapping[str, str]) -> None:
-        """Raise RankMismatchError unless every rank passes the same text under every name.
+    def check_equal(self, facts: Mapping[str, str], advice: Mapping[str, str] | None = None) -> None:
+        """Raise RankMismatchError unless every rank of `group` passes the same text under every name.
 
         facts: the same names on all ranks. A text has a fact a line; the error shows the first that differs.
+        advice: what to do, by name.
         """
         if self.group.size == 1:
             return
@@ -270,10 +307,29 @@ class Communicator:
         unequal = [what for what, same in zip(facts, equal, strict=True) if not same]
         if unequal:
             every = self.all_gather_object(facts[unequal[0]].splitlines())
-            raise RankMismatchError(
-                f"the ranks disagree about {' and '.join(unequal)}, which must be the same on all ranks: "
-                f"{first_line(every)}"
-            )
+            raise _disagreement(unequal, first_line(every, self.name), advice)
+
+    def check_equal_along(
+        self, dims: Collection[str], facts: Mapping[str, str], advice: Mapping[str, str] | None = None
+    ) -> None:
+        """Do as `check_equal` with the ranks of the job that differ in these dimensions of its mesh alone;
+        all of the job must call this."""
+        mine = [crc32(text.encode()) for text in facts.values()]
+        every = self.everywhere(mine)
+        for part in self.grid.parts(dims):
+            unequal = [what for n, what in enumerate(facts) if len({every[rank][n] for rank in part}) > 1]
+            if unequal:  # on all ranks alike
+                lines = self.everywhere(facts[unequal[0]].splitlines())
+                names = [self.grid.name(rank) for rank in part]
+                shown = first_line([lines[rank] for rank in part], names.__getitem__)
+                raise _disagreement(unequal, shown, advice)
+
+    def on_any(self, what: str, flag: bool) -> bool:
+        """Return whether any rank of the job passes `flag`, where it has others than `group`. Blocks the
+        host."""
+        if not self.divided:
+            return flag
+        return bool(self._exchange(what, torch.tensor([flag], dtype=torch.int64, device=HOST), self.whole))
 
     def broadcast_object(self, value: Any) -> Any:
         """Return rank 0's JSON value on every rank. Blocks the host."""
@@ -281,17 +337,22 @@ class Communicator:
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Return every rank's JSON value, by rank. Blocks the host."""
-        if self.group.size == 1:
-            return [json.loads(json.dumps(value))]  # what other world sizes would see
+        return self._told(value, self._values) if self.group.size > 1 else _alone(value)
+
+    def everywhere(self, value: Any) -> list[Any]:
+        """Return the JSON value of every rank of the job, by its number there. Blocks the host."""
+        return self._told(value, self._everywhere) if self.whole.size > 1 else _alone(value)
+
+    def _told(self, value: Any, exchange: Exchange) -> list[Any]:
         self.check()
         line = self.ledger.line
         try:
             with line.waits.waiting(line.count, "exchange of values"):
-                return self._values(value)
+                return exchange(value)
         except RuntimeError as error:
             raise CommunicationError(
-                f"rank {self.group.rank} did not get the other ranks' state: {error}. All ranks must make "
-                "the same calls: look at the output of the others first"
+                f"rank {self.name(self.group.rank)} did not get the other ranks' state: {error}. All ranks "
+                "must make the same calls: look at the output of the others first"
             ) from error
 
     def _vote(
@@ -305,14 +366,15 @@ class Communicator:
         equal = [high == -low for high, low in zip(highest, lowest, strict=True)]
         return [bool(flag) for flag in told[:count]], equal
 
-    def _exchange(self, what: str, tensor: Tensor) -> None:
-        """All-reduce (max) in host memory, outside of the hashed sequence."""
+    def _exchange(self, what: str, tensor: Tensor, ranks: Group | None = None) -> Tensor:
+        """All-reduce (max) in host memory, outside of the hashed sequence. ranks: None for `group`."""
         self.check()
-        self._start_exchange(what, tensor).wait()
+        self._start_exchange(what, tensor, ranks).wait()
+        return tensor
 
-    def _start_exchange(self, what: str, tensor: Tensor) -> NamedHandle:
-        issued, control = self.ledger.exchange(what), self._control
-        return self._start(issued, control, self._collectives.all_reduce, tensor, control, "max")
+    def _start_exchange(self, what: str, tensor: Tensor, ranks: Group | None = None) -> NamedHandle:
+        issued, ranks = self.ledger.exchange(what), ranks or self._control
+        return self._start(issued, ranks, self._collectives.all_reduce, tensor, ranks, "max")
 
     def _enter(
         self, op: str, unit: str, numel: int, dtype: torch.dtype, ranks: Group, origin: str = ""
@@ -336,6 +398,18 @@ class Communicator:
             raise
         line.waits.over(wait)
         return NamedHandle(handle, issued, line, ranks)
+
+
+def _alone(value: Any) -> list[Any]:
+    return [json.loads(json.dumps(value))]  # what other world sizes would see
+
+
+def _disagreement(unequal: Sequence[str], shown: str, advice: Mapping[str, str] | None) -> RankMismatchError:
+    told = (advice or {}).get(unequal[0], "")
+    return RankMismatchError(
+        f"the ranks disagree about {' and '.join(unequal)}, which must be the same on all ranks: "
+        f"{shown}{f'. {told}' if told else ''}"
+    )
 
 
 def _transportable(tensor: Tensor) -> Tensor:

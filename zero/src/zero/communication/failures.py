@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
@@ -27,20 +27,29 @@ class Issued:
 class Failures:
     """Failures of collectives that were issued in one line. key: the line's prefix in the store.
 
-    log: number and text of the last. several: whether there are several engines in it. first: what failed
-    first; "" while nothing has. Nothing can be exchanged after that. notes: of what has happened on this
-    rank, perhaps on it alone, for errors to tell.
+    log: number and text of the last. several: whether there are several engines in it. alike, name: as in
+    `Line`. first: what failed first; "" while nothing has. Nothing can be exchanged after that. notes: of
+    what has happened on this rank, perhaps on it alone, for errors to tell.
     """
 
     def __init__(
-        self, group: Group, key: str, log: Iterable[tuple[int, str]], waits: Waits, several: bool
+        self,
+        group: Group,
+        key: str,
+        log: Iterable[tuple[int, str]],
+        waits: Waits,
+        several: bool,
+        alike: Sequence[int],
+        name: Callable[[int], str],
     ) -> None:
         self.first = ""
         self._group = group
         self._log = log
         self._waits = waits
         self._advice = f"{_ADVICE}. {_ENGINES}" if several else _ADVICE
-        self._reports = Reports(group, key)
+        self._alike = alike
+        self._name = name
+        self._reports = Reports(group, key, alike, name)
         self.notes = self._reports.notes
 
     def check(self) -> None:
@@ -58,13 +67,14 @@ class Failures:
         self.first = self.first or cause
         failure = Failure(issued.number, issued.text, time.monotonic() - issued.began, cause)
         log = dict(self._log)
-        reports = self._reports.exchange(log, failure)
+        among = range(self._group.size) if ranks.size == self._group.size else self._alike
+        reports = self._reports.exchange(log, failure, among)
         difference = self._reports.difference(log, reports)
         if difference:
             raise RankMismatchError(f"{difference}. {self._advice}") from error
-        silent = [rank for rank in range(self._group.size) if rank not in reports]
+        silent = [rank for rank in among if rank not in reports]
         places = self._waits.places(silent, failure.number)
-        raise CommunicationError(self._reports.describe(failure, reports, places)) from error
+        raise CommunicationError(self._reports.describe(failure, reports, places, among)) from error
 
     def aborted(self, error: CollectiveError) -> NoReturn:
         """Raise for a collective that the library has aborted; it may have been any of the last."""
@@ -72,7 +82,7 @@ class Failures:
         self.first = self.first or str(error)
         if difference:  # libraries abort, too, where ranks meet in collectives of different sizes
             raise RankMismatchError(f"{difference}. {self._advice}") from error
-        raise CommunicationError(f"rank {self._group.rank}: {error}. {_WORTHLESS}") from error
+        raise CommunicationError(f"rank {self._name(self._group.rank)}: {error}. {_WORTHLESS}") from error
 
     def mismatch(self) -> NoReturn:
         """Raise for ranks whose hashes differ."""
@@ -84,7 +94,7 @@ class Failures:
         if ranks.size == self._group.size:
             return ""
         job, members = (get_process_group_ranks(g.process_group) for g in (self._group, ranks))
-        numbers = ", ".join(str(job.index(rank)) for rank in members)
+        numbers = ", ".join(self._name(job.index(rank)) for rank in members)
         return f" (ranks 0 to {ranks.size - 1} of this group are ranks {numbers} of the job)"
 
     def _difference(self) -> str:

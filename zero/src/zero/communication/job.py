@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -17,55 +18,67 @@ from accelz import Accelerator, CollectiveError, Group
 from accelz.ranks.bounded_store import HostSilentError
 from accelz.ranks.exchange import Exchange
 from accelz.ranks.peers import Peers, card
+from zero.communication.grid import Grid
 from zero.communication.launch import Launch
 from zero.communication.line import Line
-from zero.errors import CommunicationError, ConfigError, RankMismatchError
+from zero.errors import CommunicationError, RankMismatchError
 
 T = TypeVar("T")
+Parts = tuple[tuple[int, ...], ...]
+"""Sets of rank numbers that a job is divided into."""
 
 
-@dataclass(frozen=True, eq=False)
-class Mesh:
-    """The ranks that parameters are spread over, as one of them sees it.
+@dataclass(frozen=True)
+class Arranged:
+    """A job as the program arranges it. ranks: numbers among all ranks that were started, ascending."""
 
-    shards: the ranks that share a copy of the parameters, with this one. replicas: the ranks that have the
-    same slices, this one among them, one of each copy; None if there is one copy.
-    """
-
-    shards: Group
-    replicas: Group | None = None
-
-    @property
-    def is_first_copy(self) -> bool:
-        """Whether this rank shares the first copy of the parameters; the others have the same values."""
-        return self.replicas is None or self.replicas.rank == 0
+    ranks: tuple[int, ...]
+    grid: Grid
 
 
 @dataclass
 class JobGroups:
-    """The groups of a job's engines that have the same timeout.
+    """The groups of a job's engines that have the same timeout and divide their data alike.
 
-    data, control: of all ranks; control is for host memory, and its messages do not interleave with data.
-    meshes: by the number of ranks that share a copy. line: what the engines issue, since the newest was made.
+    grid: how the job's ranks are arranged. whole: of all ranks of the job. data, control: of the ranks that
+    have different data, which are all of them where the job's mesh has no other dimensions; control is for
+    host memory, and its messages do not interleave with data. ranks: their numbers in the job. parts: other
+    groups, by the sets that they divide the job into. line: what the engines issue, since the newest was
+    made.
     """
 
     job: Job
+    grid: Grid
+    whole: Group
     data: Group
     control: Group
-    meshes: dict[int, Mesh] = field(default_factory=dict)
+    ranks: tuple[int, ...]
+    parts: dict[Parts, Group] = field(default_factory=dict)
     line: Line = field(init=False)
+
+    def part(self, parts: Parts) -> Group:
+        """This rank's group of those that `parts` divide the job into. All ranks must call this the first
+        time. Raises CommunicationError."""
+        if len(parts) == 1:
+            return self.whole
+        if self.ranks in parts:
+            return self.data
+        if parts not in self.parts:
+            job, timeout = self.job, self.whole.timeout
+            self.parts[parts] = explained(lambda: job.connect(job.part(parts, timeout)), timeout)
+        return self.parts[parts]
 
 
 class Job:
     """The ranks that train together: all that were started, or those of one process group.
 
     ranks: their numbers among all that were started, ascending. whole: whether these are all; otherwise the
-    others need not make any calls. peers: the ranks' processes. groups: by timeout. engines: how many have
-    been made. launch: the processes that hold the ranks together.
+    others need not make any calls. peers: the ranks' processes. groups: by timeout and arrangement.
+    engines: how many have been made. launch: the processes that hold the ranks together.
     """
 
     def __init__(self, accelerator: Accelerator, members: Group, ranks: Sequence[int], whole: bool) -> None:
-        self.groups: dict[float, JobGroups] = {}
+        self.groups: dict[tuple[float, Grid], JobGroups] = {}
         self.engines = 0
         self._accelerator = accelerator
         self._ranks = ranks
@@ -75,16 +88,23 @@ class Job:
         self.launch = Launch(members)
         self._exchange = Exchange(members, "zero/joining")
 
-    def meet(self, timeout: float) -> None:
-        """Wait for all ranks, for at most `timeout` seconds.
+    def meet(self, timeout: float, grid: Grid | None) -> None:
+        """Wait for all ranks, for at most `timeout` seconds. grid: as the program has given it.
 
-        Raises RankMismatchError if their timeouts differ, as they would look for different groups.
+        Raises RankMismatchError if their timeouts or meshes differ, as they would look for different groups.
         """
-        every, cards = zip(*self._exchange([timeout, card()], timeout), strict=True)
+        arranged = None if grid is None else [*zip(grid.names, grid.sizes, strict=True), sorted(grid.data)]
+        said = self._exchange([timeout, json.dumps([arranged, grid and grid.ranks]), card()], timeout)
+        every, meshes, cards = zip(*said, strict=True)
         self.peers = self._exchange.peers = Peers(cards)
         if len(set(every)) > 1:
             told = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(every))
             raise RankMismatchError(f"Config(timeout=...) must be the same on all ranks; it is {told}")
+        if len(set(meshes)) > 1:
+            told = ", ".join(f"{mesh} on rank {rank}" for rank, mesh in enumerate(meshes))
+            raise RankMismatchError(
+                f"mesh and data_dims must be the same on all ranks that call zero.initialize together: {told}"
+            )
 
     def new_group(self, timeout: float) -> Group:
         """Make another group of all the job's ranks, which must all call this."""
@@ -112,35 +132,67 @@ class Job:
 _LONG = 0.9  # timeouts; libraries' own clocks may end a wait a little early
 
 _jobs: WeakKeyDictionary[ProcessGroup, Job] = WeakKeyDictionary()
+_groups: WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], Group]] = WeakKeyDictionary()
+"""By default group and ranks: groups of meshes that have some of the ranks."""
 
 
-def join(accelerator: Accelerator, timeout: float, process_group: ProcessGroup | None = None) -> JobGroups:
+def join(
+    accelerator: Accelerator,
+    timeout: float,
+    process_group: ProcessGroup | None = None,
+    arranged: Arranged | None = None,
+) -> JobGroups:
     """Join the job; return the groups for a new engine.
 
-    process_group: its ranks are the job. By default that is given by torchrun's environment or an initialised
-    default process group, and is otherwise one rank. Engines with the same timeout (seconds) use the same
-    groups. Every rank of the job must call this. Raises CommunicationError if some do not or the environment
-    gives no place in a job, and RankMismatchError if timeouts differ.
+    process_group, arranged: their ranks are the job. By default that is given by torchrun's environment or an
+    initialised default process group, and is otherwise one rank. Engines with the same timeout (seconds) and
+    arrangement use the same groups. Every rank of the job must call this. Raises CommunicationError if some
+    do not or the environment gives no place in a job, and RankMismatchError if timeouts or arrangements
+    differ.
     """
     accelerator.bind(_local_rank())
-    return explained(lambda: _join(accelerator, timeout, process_group), timeout)
+    return explained(lambda: _join(accelerator, timeout, process_group, arranged), timeout)
 
 
-def _join(accelerator: Accelerator, timeout: float, process_group: ProcessGroup | None) -> JobGroups:
+def _join(
+    accelerator: Accelerator,
+    timeout: float,
+    process_group: ProcessGroup | None,
+    arranged: Arranged | None,
+) -> JobGroups:
     world = accelerator.collectives.init(timeout)
     members = world if process_group is None else Group.of(process_group, timeout)
+    if arranged is not None:
+        members = _of_ranks(accelerator, world, arranged.ranks)
     if members.process_group not in _jobs:
         ranks = torch.distributed.get_process_group_ranks(members.process_group)
         _jobs[members.process_group] = Job(accelerator, members, ranks, whole=members.size == world.size)
-    job = _jobs[members.process_group]
-    job.meet(timeout)
-    if timeout not in job.groups:
-        data, control = job.connect(job.new_group(timeout)), job.new_group(timeout)
-        job.groups[timeout] = JobGroups(job, data, control)
-    groups = job.groups[timeout]
+    job, given = _jobs[members.process_group], None if arranged is None else arranged.grid
+    job.meet(timeout, given)
+    grid = given or Grid.plain(members.size)
+    if (timeout, grid) not in job.groups:
+        job.groups[timeout, grid] = _new_groups(job, grid, members, timeout)
+    groups = job.groups[timeout, grid]
     job.engines += 1
-    groups.line = Line(groups.data, job.engines)
+    groups.line = Line(groups.whole, job.engines, groups.ranks, grid.name)
     return groups
+
+
+def _of_ranks(accelerator: Accelerator, world: Group, ranks: tuple[int, ...]) -> Group:
+    """A group of some ranks, numbered among all that were started, which call this."""
+    if len(ranks) == world.size:
+        return world
+    made = _groups.setdefault(world.process_group, {})
+    if ranks not in made:
+        group = accelerator.collectives.new_group(ranks, world.timeout, members_only=True)
+        made[ranks] = cast(Group, group)
+    return made[ranks]
+
+
+def _new_groups(job: Job, grid: Grid, members: Group, timeout: float) -> JobGroups:
+    parts, whole = grid.parts(grid.data), job.connect(job.new_group(timeout))
+    data = whole if len(parts) == 1 else job.connect(job.part(parts, timeout))
+    return JobGroups(job, grid, whole, data, job.part(parts, timeout), grid.part(members.rank, grid.data))
 
 
 def _local_rank() -> int:
@@ -151,42 +203,6 @@ def _local_rank() -> int:
             "on, as torchrun sets it"
         )
     return int(text)
-
-
-def mesh_of(groups: JobGroups, shard_ranks: int | None) -> Mesh:
-    """Divide the job into copies of the parameters on `shard_ranks` consecutive ranks each (None: one copy).
-
-    Every rank must call this, with the same number. Raises what `ranks_of_replica` raises, and
-    CommunicationError.
-    """
-    group = groups.data
-    each = ranks_of_replica(shard_ranks, group.size)
-    if each == group.size:
-        return Mesh(group)
-    if each not in groups.meshes:
-        groups.meshes[each] = explained(lambda: _cut(groups.job, group, each), group.timeout)
-    return groups.meshes[each]
-
-
-def ranks_of_replica(shard_ranks: int | None, ranks: int) -> int:
-    """Return how many of the job's `ranks` share a copy.
-
-    Raises ConfigError if copies would have different numbers of ranks.
-    """
-    each = ranks if shard_ranks is None else min(shard_ranks, ranks)
-    if ranks % each:
-        raise ConfigError(
-            f"shard_ranks={each} does not divide the job's {ranks} ranks: every copy of the model needs the "
-            "same number of ranks"
-        )
-    return each
-
-
-def _cut(job: Job, group: Group, each: int) -> Mesh:
-    ranks = range(group.size)
-    shards = job.part([ranks[start : start + each] for start in ranks[::each]], group.timeout)
-    replicas = job.part([ranks[place::each] for place in range(each)], group.timeout)
-    return Mesh(job.connect(shards), job.connect(replicas))
 
 
 def explained(call: Callable[[], T], timeout: float) -> T:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Literal, get_args
 from zlib import crc32
 
@@ -20,17 +21,21 @@ class Line:
 
     Every new engine begins a new line on all ranks, so that one can be made after others have failed.
 
-    group: all ranks of the job. engine: the number of the newest, from 1. count, log: how many entries there
-    were, and number and text of the last LOG_LENGTH.
+    group: all ranks of the job. engine: the number of the newest, from 1. alike: the ranks whose engines must
+    issue the same. name: says for messages which rank one is. count, log: how many entries there were, and
+    number and text of the last LOG_LENGTH.
     """
 
-    def __init__(self, group: Group, engine: int) -> None:
+    def __init__(
+        self, group: Group, engine: int, alike: Sequence[int] | None = None, name: Callable[[int], str] = str
+    ) -> None:
+        alike = range(group.size) if alike is None else alike
         key = unused_key(group, "zero/line")
         self.engine = engine
         self.count = 0
         self.log: deque[tuple[int, str]] = deque(maxlen=LOG_LENGTH)
-        self.waits = Waits(group, key, self.log)
-        self.failures = Failures(group, key, self.log, self.waits, several=engine > 1)
+        self.waits = Waits(group, key, self.log, alike, name)
+        self.failures = Failures(group, key, self.log, self.waits, engine > 1, alike, name)
         # The engine that issued last, and a hash of all turns; by kind, since a graph that is partly on the
         # host may run reductions or others sooner.
         self._turns: dict[Kind, tuple[int, int]] = dict.fromkeys(get_args(Kind), (0, 0))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 from accelz import Group
@@ -51,24 +51,34 @@ class Report:
 class Reports:
     """The reports of all ranks of a group about one engine. key: the engine's key in the store.
 
+    alike: the ranks whose engines must issue the same (None: all). name: says for messages which rank one is.
     notes: of this rank. silence: why there are no reports, where the store's host does not answer.
     """
 
-    def __init__(self, group: Group, key: str) -> None:
+    def __init__(
+        self, group: Group, key: str, alike: Sequence[int] | None = None, name: Callable[[int], str] = str
+    ) -> None:
         self._group = group
         self._key = key
+        self._alike = range(group.size) if alike is None else alike
+        self._name = name
         self._published = False
         self.notes: dict[str, str] = {}
         self.silence = ""
 
-    def exchange(self, log: Log, failure: Failure | None = None) -> dict[int, Report]:
-        """Publish this rank's report if it has not; return the reports of all that answer in time."""
+    def exchange(
+        self, log: Log, failure: Failure | None = None, among: Sequence[int] | None = None
+    ) -> dict[int, Report]:
+        """Publish this rank's report if it has not; return the reports of all that answer in time.
+
+        among: the ranks to wait for; None: those that are alike.
+        """
         reports: dict[int, Report] = {}
         store = hurried(self._group)
         deadline = time.monotonic() + store.seconds
         try:
             self._publish(store, log, failure)
-            waiting = set(range(self._group.size))
+            waiting = set(self._alike if among is None else among)
             while waiting and time.monotonic() < deadline:
                 for rank in sorted(waiting):
                     if store.check([f"{self._key}/{rank}"]):
@@ -83,23 +93,34 @@ class Reports:
 
     def difference(self, log: Log, reports: Mapping[int, Report]) -> str:
         """Say where this rank's sequence and another's diverge; "" if they agree as far as both go."""
-        found = difference(self._group.rank, log, {rank: report.log for rank, report in reports.items()})
+        logs = {rank: report.log for rank, report in reports.items() if rank in self._alike}
+        found = difference(self._group.rank, log, logs, self._name)
         return ". ".join([found, *self._noted(reports)]) if found else ""
 
-    def describe(self, mine: Failure, reports: Mapping[int, Report], places: Mapping[int, str]) -> str:
+    def describe(
+        self,
+        mine: Failure,
+        reports: Mapping[int, Report],
+        places: Mapping[int, str],
+        among: Sequence[int] | None = None,
+    ) -> str:
         """Say where a collective failed first and why, and who did not answer, as far as that is known.
 
         places: the call, not a collective, in which a rank that has not reported waits, if it published that.
+        among: the ranks that take part in the collective; None: those that are alike.
         """
-        here = f"rank {self._group.rank}: collective {mine.number}, {mine.text}, failed"
+        here = f"rank {self._name(self._group.rank)}: collective {mine.number}, {mine.text}, failed"
         origin = self._origin(mine, reports)
         if origin is None and not self._timed_out(mine):
             here += " on this rank first,"
         parts = [f"{here} {mine}"]
         if origin is not None:
             rank, first = origin
-            parts.append(f"It failed on rank {rank} first: collective {first.number}, {first.text}, {first}")
-        parts += self._absence(mine, reports, places)
+            parts.append(
+                f"It failed on rank {self._name(rank)} first: collective {first.number}, {first.text}, "
+                f"{first}"
+            )
+        parts += self._absence(mine, reports, places, self._alike if among is None else among)
         if len(parts) == 1 and self._timed_out(mine):
             parts.append("All ranks had reached it: check the connections between them")
         parts += self._noted(reports)
@@ -132,32 +153,46 @@ class Reports:
     def _timed_out(self, failure: Failure) -> bool:
         return failure.seconds >= self._group.timeout
 
-    def _absence(self, mine: Failure, reports: Mapping[int, Report], places: Mapping[int, str]) -> list[str]:
+    def _absence(
+        self, mine: Failure, reports: Mapping[int, Report], places: Mapping[int, str], among: Sequence[int]
+    ) -> list[str]:
         """Return sentences about ranks that were missing; empty if none."""
         if self.silence:
             return [f"Nothing is known of the other ranks: {self.silence}"]
-        others = [r for r in range(self._group.size) if r != self._group.rank]
+        others = [r for r in among if r != self._group.rank]
         silent = [r for r in others if r not in reports and r not in places]
-        behind = [r for r in others if r in reports and max(reports[r].log, default=0) < mine.number]
-        told = [f"{'; '.join(elsewhere(places))}: every rank must make the same calls"] if places else []
+        behind = [
+            r
+            for r in others
+            if r in self._alike and r in reports and max(reports[r].log, default=0) < mine.number
+        ]
+        told = (
+            [f"{'; '.join(elsewhere(places, self._name))}: every rank must make the same calls"]
+            if places
+            else []
+        )
         if silent and self._timed_out(mine):
             told.append(
-                f"rank(s) {names(silent)} did not answer (dead, or busy outside the engine): look at the "
-                f"output of rank {silent[0]} first"
+                f"rank(s) {self._names(silent)} did not answer (dead, or busy outside the engine): look at "
+                f"the output of rank {self._name(silent[0])} first"
             )
         elif silent:
             limit = f"until the timeout of {self._group.timeout:.0f} s"
-            told.append(f"rank(s) {names(silent)} did not answer (dead, or waiting for others {limit})")
+            told.append(f"rank(s) {self._names(silent)} did not answer (dead, or waiting for others {limit})")
         elif behind:
-            told.append(f"rank(s) {names(behind)} had not reached it")
+            told.append(f"rank(s) {self._names(behind)} had not reached it")
         return told
 
     def _noted(self, reports: Mapping[int, Report]) -> list[str]:
         """Return sentences about what some ranks have noted and others have not."""
-        every = {rank: report.notes for rank, report in reports.items()}
+        every = {rank: report.notes for rank, report in reports.items() if rank in self._alike}
         return [
-            f"On rank(s) {names(ranks)}, {what}" for ranks, what in not_everywhere(every, self._group.size)
+            f"On rank(s) {self._names(ranks)}, {what}"
+            for ranks, what in not_everywhere(every, len(self._alike))
         ]
+
+    def _names(self, ranks: Sequence[int]) -> str:
+        return names(ranks, self._name)
 
 
 def hurried(group: Group) -> BoundedStore:
@@ -165,26 +200,26 @@ def hurried(group: Group) -> BoundedStore:
     return group.store.within(min(SECONDS, group.timeout))
 
 
-def difference(rank: int, log: Log, others: Mapping[int, Log]) -> str:
+def difference(rank: int, log: Log, others: Mapping[int, Log], name: Callable[[int], str] = str) -> str:
     """Say where the sequence of `rank` and another's diverge; "" if they agree. others: logs by rank."""
     for other, theirs in sorted(others.items()):
         for number, text in theirs.items():
             if log.get(number, text) != text:
                 return (
-                    f"ranks issued different collectives: number {number} is {log[number]} on rank {rank}, "
-                    f"but {text} on rank {other}"
+                    f"ranks issued different collectives: number {number} is {log[number]} on rank "
+                    f"{name(rank)}, but {text} on rank {name(other)}"
                 )
     return ""
 
 
-def elsewhere(places: Mapping[int, str]) -> list[str]:
+def elsewhere(places: Mapping[int, str], name: Callable[[int], str] = str) -> list[str]:
     """Say for each place which ranks wait there. places: by rank."""
     at = {place: [r for r, other in places.items() if other == place] for place in places.values()}
-    return [f"rank(s) {names(ranks)} wait in {place}" for place, ranks in at.items()]
+    return [f"rank(s) {names(ranks, name)} wait in {place}" for place, ranks in at.items()]
 
 
-def names(ranks: list[int]) -> str:
-    return ", ".join(map(str, ranks))
+def names(ranks: Sequence[int], name: Callable[[int], str] = str) -> str:
+    return ", ".join(map(name, ranks))
 
 
 def _parse(text: str | bytes) -> Report:

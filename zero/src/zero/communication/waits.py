@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from threading import get_ident
@@ -49,13 +49,26 @@ _Published = tuple[int, str, Log]  # by a rank: a wait's number; its place, "" o
 
 
 class Waits:
-    """The waits of the engines in one line. key: the engine's key in the store. log: its last collectives."""
+    """The waits of the engines in one line. key: the engine's key in the store. log: its last collectives.
 
-    def __init__(self, group: Group, key: str, log: Iterable[tuple[int, str]]) -> None:
+    alike, name: as in `Line`.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        key: str,
+        log: Iterable[tuple[int, str]],
+        alike: Sequence[int] | None = None,
+        name: Callable[[int], str] = str,
+    ) -> None:
+        alike = range(group.size) if alike is None else alike
         self._group = group
+        self._first = alike[0]
+        self._name = name
         self._key = f"{key}/waiting"
         self._log = log
-        self._read_from = range(group.size if group.rank == 0 else 1)
+        self._read_from = alike if group.rank == alike[0] else alike[:1]
         self._waits: dict[int, Wait] = {}  # by thread
         self._seen: dict[int, _Published] = {}  # what was last read of other ranks
         self.patience = min(LONGEST, group.timeout / 4)
@@ -107,7 +120,7 @@ class Waits:
 
     def describe(self, ranks: Iterable[int], number: int) -> str:
         """Say where ranks wait that are missed after collective `number`, as far as they have told."""
-        return "; ".join(elsewhere(self._elsewhere(ranks, number)))
+        return "; ".join(elsewhere(self._elsewhere(ranks, number), self._name))
 
     def _elsewhere(self, ranks: Iterable[int], number: int) -> dict[int, str]:
         with suppress(RuntimeError, OSError):  # the store's host is gone or silent: this is all there is
@@ -137,7 +150,7 @@ class Waits:
             return
         others = self._read(self._read_from)
         logs = {rank: log for rank, (_, _, log) in others.items()}
-        found = difference(self._group.rank, dict(self._log), logs)
+        found = difference(self._group.rank, dict(self._log), logs, self._name)
         if found or not wait.told:
             self._tell(wait, seconds, found or self._company(wait, others))
         wait.told, wait.explained = True, bool(found)
@@ -151,10 +164,13 @@ class Waits:
         }
         come = [rank for rank, (number, _, _) in others.items() if number >= wait.number]
         absent = [r for r in self._read_from if r not in (*apart, *come)]
-        told = elsewhere(apart)
+        told = elsewhere(apart, self._name)
         if absent:
-            told.append(f"rank(s) {names(absent)} are not there yet")
-        return "; ".join(told) or ("all ranks wait" if self._group.rank == 0 else "rank 0 waits, too")
+            told.append(f"rank(s) {names(absent, self._name)} are not there yet")
+        first = self._first == self._group.rank
+        return "; ".join(told) or (
+            "all ranks wait" if first else f"rank {self._name(self._first)} waits, too"
+        )
 
     def _publish(self, number: int, place: str) -> None:
         said = json.dumps([number, place, list(dict(self._log).items())])
@@ -174,7 +190,7 @@ class Waits:
     def _tell(self, wait: Wait, seconds: float, what: str) -> None:
         limit, timeout = wait.limit or self._group.timeout, self._group.timeout
         logger.warning(
-            "rank %d has waited %.0f s in %s: %s. It will fail after %.0f s%s",
-            *(self._group.rank, seconds, wait.place, what, limit),
+            "rank %s has waited %.0f s in %s: %s. It will fail after %.0f s%s",
+            *(self._name(self._group.rank), seconds, wait.place, what, limit),
             " (Config.timeout)" if limit == timeout else "",
         )

@@ -35,6 +35,10 @@ class Config(Validated):
         network between machines is slow (hybrid sharding; MiCS, Zhang et al., 2022). Each further set of so
         many ranks has its own copy, and only reduced slices of gradients travel between copies. None, or the
         number of ranks: all ranks share one copy. It must divide the number of ranks.
+    local_modules: modules whose parameters differ by rank, such as experts: names as in `named_modules()`, in
+        which * stands for any part, and the dimension of the mesh along which they differ. They are reduced
+        and sharded over the other dimensions of the data only. {"*": "pp"} says that ranks along "pp" have
+        models of their own, as the stages of a pipeline are.
     gradient_accumulation_steps: None: as in PyTorch, gradients add up over every `loss.backward()` until
         `optimizer.zero_grad()`, are divided by the number of ranks only, and `optimizer.step()` is an
         optimizer step whenever it is called. A number: the engine counts micro-batches, calls of
@@ -81,6 +85,7 @@ class Config(Validated):
     stage: Literal[0, 1, 2, 3] = 3
     precision: Literal["model", "fp32", "bf16", "fp16"] = "model"
     shard_ranks: int | None = Field(default=None, ge=2)
+    local_modules: dict[str, str] = Field(default_factory=dict)
     gradient_accumulation_steps: int | None = Field(default=None, ge=1)
     accumulate: Literal["sharded", "local"] = "sharded"
     reduce_dtype: Literal["fp32", "bf16", "fp16"] | None = None

@@ -9,5 +9,6 @@ holders                 what else holds an object
 aliases                 what shares a parameter's memory, and would not be trained with it
 preparation             model, optimizer and settings examined together
 checks                  everything else that is refused
+arrangement             how the program arranges the ranks
 unit_drafts             units before they are built
 """

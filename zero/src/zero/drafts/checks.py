@@ -179,9 +179,25 @@ def check_equal(prepared: Prepared, config: Config, communicator: Communicator) 
     offload = config.offload.model_dump_json(exclude={"path"})  # of which each rank may have its own
     told["Config(offload=...)"] = offload
     told["Config(compile=...)"] = str(config.compile and config.compile.model_dump_json())
-    told["the model"] = _layout(prepared)
-    told["the optimizer, or Config(whole_parameters=...)"] = how_stepped(prepared.optimizer, config)
-    communicator.check_equal(told)
+    model = {
+        "the model": _layout(prepared),
+        "the optimizer, or Config(whole_parameters=...)": how_stepped(prepared.optimizer, config),
+    }
+    if not communicator.divided:
+        communicator.check_equal(told | model, {"the model": _OF_RANKS})
+        return
+    grid = communicator.grid
+    communicator.check_equal_along(grid.names, told)
+    communicator.check_equal_along(
+        grid.alike, model, {"the model": _OF_RANKS + _OF_STAGES.format(min(grid.others))}
+    )
+
+
+_OF_RANKS = (
+    "Parameters that are each rank's own, such as experts, are declared with a dimension of a mesh: "
+    "zero.initialize(..., mesh=mesh, data_dims=...) and zero.Config(local_modules={'blocks.*.experts': 'ep'})"
+)
+_OF_STAGES = "; models that differ altogether, as the stages of a pipeline do, with {{'*': {!r}}}"
 
 
 def how_stepped(optimizer: Optimizer, config: Config) -> str:
@@ -197,8 +213,10 @@ def _layout(prepared: Prepared) -> str:
     for plan in prepared.plans:
         text.append(f"unit {plan.name!r}")
         for name, parameter in plan.parameters:
+            apart = sorted(prepared.apart.get(parameter, ()))
+            shape = f"differs along {', '.join(apart)}" if apart else tuple(parameter.shape)
             text.append(
-                f"{name} {tuple(parameter.shape)} {parameter.dtype} requires_grad={parameter.requires_grad} "
+                f"{name} {shape} {parameter.dtype} requires_grad={parameter.requires_grad} "
                 f"param_group={prepared.param_group_of.get(parameter)} "
                 f"pretrained={deferred_init.promised(parameter)} cast={parameter in prepared.castable} "
                 f"exact={parameter in prepared.exact}"

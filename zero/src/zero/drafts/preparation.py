@@ -16,6 +16,7 @@ from zero.optimizer.joint import joint
 from zero.optimizer.stepping import Stepping, steppings
 from zero.sharding.autocast import cast_before_use
 from zero.sharding.exact import exact_parameters
+from zero.sharding.local import local_parameters
 from zero.sharding.units import UnitPlan, find_units
 from zero.sharding.units_by_use import split_by_use
 
@@ -27,6 +28,7 @@ class Prepared:
     plans: the units to be built. exact: parameters that keep their dtype and travel as they are. castable:
     parameters that autocast casts before each use. optimizer: the one that was given, or several joined into
     one. param_group_of: the index of each parameter's param group. stepping: how each parameter is stepped.
+    apart: the dimensions of the mesh along which parameters differ, for those that do.
     """
 
     plans: Sequence[UnitPlan]
@@ -35,6 +37,7 @@ class Prepared:
     optimizer: Optimizer
     param_group_of: dict[nn.Parameter, int]
     stepping: dict[nn.Parameter, Stepping]
+    apart: dict[nn.Parameter, frozenset[str]]
 
 
 def settings(config: Config | None) -> Config:
@@ -64,4 +67,5 @@ def prepare(
     optimizer = joint(optimizer)
     param_group_of = check_optimizer(optimizer, model, config)
     check_offload(model, optimizer, config)
-    return Prepared(plans, exact, castable, optimizer, param_group_of, steppings(optimizer, config))
+    ways, apart = steppings(optimizer, config), local_parameters(model, config)
+    return Prepared(plans, exact, castable, optimizer, param_group_of, ways, apart)

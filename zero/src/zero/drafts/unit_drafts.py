@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,25 +28,29 @@ from zero.tiers.tier import Tier
 from zero.warning import warn
 
 Named = tuple[str, nn.Parameter]
+Sharing = Callable[[frozenset[str]], int]
 
 
 @dataclass(frozen=True)
 class GroupKind:
-    """What all parameters of a group have in common."""
+    """What all parameters of a group have in common. apart: the dimensions of the mesh along which other
+    ranks have other values in their place."""
 
     dtype: torch.dtype
     trainable: bool
     gather_options: GatherOptions
     stepping: Stepping
+    apart: frozenset[str]
 
 
 @dataclass(frozen=True)
 class GroupDraft:
-    """A group before it is built. named: its parameters with their names. stepped_by: the rank that steps
-    each of them whole, where ranks have slices of them; else None."""
+    """A group before it is built. named: its parameters with their names. shared_by: how many ranks share a
+    copy. stepped_by: the rank that steps each of them whole, where ranks have slices of them; else None."""
 
     named: tuple[Named, ...]
     kind: GroupKind
+    shared_by: int
     shard_numel: int
     placement: Placement
     stepped_by: tuple[int, ...] | None
@@ -64,12 +68,11 @@ class UnitDraft:
     whole: bool
     groups: tuple[GroupDraft, ...]
 
-    def is_resident(self, ranks: int) -> bool:
-        """Return whether the unit's whole buffers stay on the device.
-
-        They also do on a rank that shares its copy with no other. ranks: how many share a copy.
-        """
-        return self.whole or (ranks == 1 and all(g.placement.params.near for g in self.groups))
+    @property
+    def is_resident(self) -> bool:
+        """Whether the unit's whole buffers stay on the device. They also do on a rank that shares its copy
+        with no other."""
+        return self.whole or all(g.shared_by == 1 and g.placement.params.near for g in self.groups)
 
 
 @dataclass(frozen=True)
@@ -95,8 +98,14 @@ class _Ways:
     castable: Collection[nn.Parameter] = ()
     exact: Collection[nn.Parameter] = ()
 
-    def of(self, parameter: nn.Parameter, dtype: torch.dtype) -> GatherOptions:
-        coded = parameter.is_floating_point() and parameter.dim() > 1 and parameter not in self.exact
+    def of(self, parameter: nn.Parameter, dtype: torch.dtype, alone: bool) -> GatherOptions:
+        """alone: whether the parameter is on one rank only, and travels to no other."""
+        coded = (
+            not alone
+            and parameter.is_floating_point()
+            and parameter.dim() > 1
+            and parameter not in self.exact
+        )
         narrows = dtype is torch.float32 and parameter in self.castable
         return GatherOptions(self.quant_dtype if coded else None, narrows)
 
@@ -109,23 +118,27 @@ def draft_units(
     prepared: Prepared,
     config: Config,
     placer: Placer,
-    ranks: int,
+    sharing: Sharing,
     moments: Mapping[nn.Parameter, float],
 ) -> list[UnitDraft]:
     """Divide units into groups, and decide in which tier the state of each group will be. Changes nothing.
 
-    ranks: how many share a copy of the model. moments: how many values optimizers keep per element of each
-    parameter; empty if no setting limits the memory of optimizer state.
+    sharing: how many ranks share a copy of parameters, by the dimensions along which these differ. moments:
+    how many values optimizers keep per element of each parameter; empty if no setting limits the memory of
+    optimizer state.
     """
-    ways = _Ways(dtype_named(config.gather_dtype) if ranks > 1 else None, prepared.castable, prepared.exact)
+    ways = _Ways(dtype_named(config.gather_dtype), prepared.castable, prepared.exact)
     cuts = []
     for plan in prepared.plans:
         whole = config.stage < 3 or plan.persistent
-        cuts.append(_Cut(plan, whole, _partition(plan, config, _EXACT if whole else ways, prepared)))
-    shards = ranks if config.stage > 0 else 1
+        cuts.append(_Cut(plan, whole, _partition(plan, config, _EXACT if whole else ways, prepared, sharing)))
+
+    def shards(kind: GroupKind) -> int:
+        return sharing(kind.apart) if config.stage > 0 else 1
+
     stepped_by = _share_out(cuts, shards)
     beside = _StateBeside(stepped_by, moments, shards)
-    policy = GradientPolicy.of(config, ranks)
+    policy = GradientPolicy.of(config, sharing(frozenset()))
     candidates = [
         _candidate(kind, named, policy, beside, cut.whole)
         for cut in cuts
@@ -136,7 +149,10 @@ def draft_units(
         UnitDraft(
             cut.plan,
             cut.whole,
-            tuple(_draft(kind, named, *next(placed), stepped_by) for kind, named in cut.groups.items()),
+            tuple(
+                _draft(kind, named, sharing(kind.apart), *next(placed), stepped_by)
+                for kind, named in cut.groups.items()
+            ),
         )
         for cut in cuts
     ]
@@ -145,22 +161,28 @@ def draft_units(
 def _draft(
     kind: GroupKind,
     named: list[Named],
+    shared_by: int,
     candidate: PlacementRequest,
     placement: Placement,
     stepped_by: Mapping[nn.Parameter, int],
 ) -> GroupDraft:
     ranks = tuple(stepped_by[p] for _, p in named if p in stepped_by)
-    return GroupDraft(tuple(named), kind, candidate.shard_numel, placement, ranks or None)
+    return GroupDraft(tuple(named), kind, shared_by, candidate.shard_numel, placement, ranks or None)
 
 
-def _share_out(cuts: Sequence[_Cut], shards: int) -> dict[nn.Parameter, int]:
+def _share_out(cuts: Sequence[_Cut], shards: Callable[[GroupKind], int]) -> dict[nn.Parameter, int]:
     """Return the rank that steps a parameter, for each that is stepped whole where ranks have slices of it.
 
     All ranks come to the same assignment. shards: how many slices a group has.
     """
-    groups = [group for cut in cuts for group in cut.groups.items()] if shards > 1 else []
-    whole = [named for kind, named in groups if kind.stepping.whole and kind.trainable]
-    return share_out(((p, p.numel()) for named in whole for _, p in named), shards)
+    found: dict[nn.Parameter, int] = {}
+    whole: dict[int, list[nn.Parameter]] = {}  # by the number of slices
+    for kind, named in (group for cut in cuts for group in cut.groups.items()):
+        if shards(kind) > 1 and kind.stepping.whole and kind.trainable:
+            whole.setdefault(shards(kind), []).extend(p for _, p in named)
+    for ranks, parameters in whole.items():
+        found |= share_out(((p, p.numel()) for p in parameters), ranks)
+    return found
 
 
 def reserve_disk(
@@ -203,7 +225,9 @@ def _candidate(
 ) -> PlacementRequest:
     specs = [ParameterSpec(name, tuple(p.shape), p.stride(), p.numel()) for name, p in named]
     item, rule = kind.dtype.itemsize, kind.stepping.rule
-    numel = layout.plan(specs, beside.ranks, item, block_of(kind.gather_options.quant_dtype)).shard_numel
+    numel = layout.plan(
+        specs, beside.shards(kind), item, block_of(kind.gather_options.quant_dtype)
+    ).shard_numel
     return PlacementRequest(
         numel,
         item,
@@ -219,33 +243,36 @@ def _candidate(
 class _StateBeside:
     """The state that the user's optimizer keeps for groups that no kernel serves.
 
-    stepped_by: the ranks of parameters that are stepped whole. moments: as in `draft_units`. ranks: how many
-    have slices of a group.
+    stepped_by: the ranks of parameters that are stepped whole. moments: as in `draft_units`. shards: how many
+    slices a group has.
     """
 
     def __init__(
-        self, stepped_by: Mapping[nn.Parameter, int], moments: Mapping[nn.Parameter, float], ranks: int
+        self,
+        stepped_by: Mapping[nn.Parameter, int],
+        moments: Mapping[nn.Parameter, float],
+        shards: Callable[[GroupKind], int],
     ) -> None:
         self._stepped_by = stepped_by
         self._moments = moments
-        self.ranks = ranks
+        self.shards = shards
 
     def of(self, kind: GroupKind, named: Sequence[Named], shard_numel: int) -> tuple[int, ...]:
         """Return the bytes that each rank keeps for a group; empty if none, or if `moments` is empty."""
         if kind.stepping.rule is not None or not kind.trainable or not self._moments:
             return ()
-        wide = max(kind.dtype.itemsize, 4)
+        wide, ranks = max(kind.dtype.itemsize, 4), self.shards(kind)
         kept = {parameter: self._moments.get(parameter, 0) for _, parameter in named}
-        if not kind.stepping.whole and self.ranks > 1:
-            return (shard_numel * math.ceil(max(kept.values())) * wide,) * self.ranks
-        found = [0] * self.ranks
+        if not kind.stepping.whole and ranks > 1:
+            return (shard_numel * math.ceil(max(kept.values())) * wide,) * ranks
+        found = [0] * ranks
         for parameter, values in kept.items():
             found[self._stepped_by.get(parameter, 0)] += math.ceil(parameter.numel() * values) * wide
         return tuple(found)
 
 
 def _partition(
-    plan: UnitPlan, config: Config, ways: _Ways, prepared: Prepared
+    plan: UnitPlan, config: Config, ways: _Ways, prepared: Prepared, sharing: Sharing
 ) -> dict[GroupKind, list[Named]]:
     """Return a unit's parameters by kind; those of one param group are adjacent, for a single kernel call."""
     groups: dict[GroupKind, list[Named]] = {}
@@ -254,7 +281,9 @@ def _partition(
     for name, parameter in plan.parameters:
         dtype = _target_dtype(parameter, config, prepared.exact)
         stepped = stepping.get(parameter, unknown) if parameter.requires_grad else Stepping()
-        kind = GroupKind(dtype, parameter.requires_grad, ways.of(parameter, dtype), stepped)
+        apart = prepared.apart.get(parameter, frozenset())
+        gathered = ways.of(parameter, dtype, alone=sharing(apart) == 1)
+        kind = GroupKind(dtype, parameter.requires_grad, gathered, stepped, apart)
         groups.setdefault(kind, []).append((name, parameter))
     last = max(param_group_of.values(), default=0) + 1  # parameters the optimizer does not know come last
     for named in groups.values():

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from accelz import Accelerator
 from zero.communication.communicator import Communicator
-from zero.communication.job import Mesh
 from zero.config.training import Config
 from zero.errors import UsageError
 from zero.gradients.loss_scale import LossScale
@@ -43,7 +42,6 @@ class GradientFactor:
         self._size = communicator.group.size
         self._clip_norm = config.clip_norm
         self._micro_batches = config.gradient_accumulation_steps or 1
-        self._sliced = config.stage > 0 and self._size > 1
         self._communicator = communicator
         self._loss_scale = loss_scale
         numbers = scalars(accelerator, "for the factor of the gradients", 5)
@@ -83,7 +81,8 @@ class GradientFactor:
         return scaled
 
     def mean(self) -> Tensor | None:
-        """1 / (world size × loss scale), 0-dim fp32, overwritten at the next call; None for 1."""
+        """1 / (ranks with different data × loss scale), 0-dim fp32, overwritten at the next call; None for
+        1."""
         if self._loss_scale is None:
             return None if self._size == 1 else self._mean
         if self.by_program:
@@ -106,7 +105,8 @@ class GradientFactor:
                 self._multiplied.mul_(each.to(self._mean.device) if isinstance(each, Tensor) else each)
             factor = self._multiplied
         if self._clip_norm is None and (self._loss_scale is None or self.by_program):
-            if self.norm is None and self._communicator.norm_is_read:
+            wanted = self.norm is None and self._communicator.norm_is_read
+            if self._communicator.on_any("gradient norm", wanted):
                 self.norm = self.measure(reducer, factor)
             return factor, None
         self.norm = norm = self.measure(reducer, factor)
@@ -116,22 +116,14 @@ class GradientFactor:
         return factor, None if self._loss_scale is None or self.by_program else self._overflow
 
     def measure(self, reducer: GradientReducer, factor: Tensor | None) -> Tensor:
-        """Collective. The norm of all gradients times `factor`, 0-dim, overwritten at the next call; also
-        notes whether one of them is not finite."""
-        first, *others = (self._over(mesh, reducer) for mesh in reducer.meshes)
-        result = sum(others, first)
+        """Collective over the whole job. The norm of all its gradients times `factor`, 0-dim, overwritten at
+        the next call; also notes whether one of them is not finite."""
+        result = reducer.norm_and_nonfinite()
+        if not reducer.same_everywhere:
+            self._communicator.all_reduce("gradient norm", result, self._communicator.whole).wait()
         torch.gt(result[1], 0, out=self._overflow)
         norm = torch.sqrt(result[0], out=self._norm)
         return norm if factor is None else norm.mul_(factor)
-
-    def _over(self, mesh: Mesh, reducer: GradientReducer) -> Tensor:
-        """`norm_and_nonfinite` of the gradients whose groups have this mesh, over all ranks."""
-        result = reducer.norm_and_nonfinite(mesh)
-        if self._sliced:
-            self._communicator.all_reduce("gradient norm", result, mesh.shards).wait()
-        if mesh.replicas is not None:  # one number for all: each may round in its own way
-            self._communicator.all_reduce("gradient norm", result, mesh.replicas, "max").wait()
-        return result
 
 
 def clip_coefficient(norm: Tensor, max_norm: float, out: Tensor | None = None) -> Tensor:

@@ -126,6 +126,11 @@ class GroupGradients:
         self._count = len(group.parameters)
 
     @property
+    def times(self) -> int:
+        """How many ranks of the job have the same slice."""
+        return self.group.mesh.times(sliced=self.group.shards > 1)
+
+    @property
     def full(self) -> bool:
         """Whether every parameter's gradient has come in this backward."""
         return len(self.fired) == self._count

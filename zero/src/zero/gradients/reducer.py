@@ -25,7 +25,6 @@ from torch import Tensor, nn
 
 from accelz import HOST, FlatBuffer
 from zero.communication.communicator import Communicator, NamedHandle
-from zero.communication.job import Mesh
 from zero.gradients.group_gradients import GradientPolicy, GroupGradients
 from zero.gradients.replica_sums import ReplicaSums
 from zero.gradients.skipped_steps import SkippedSteps
@@ -87,8 +86,10 @@ class GradientReducer:
         self._last = True
         self._reductions: list[_Reduction] = []
         self._alone = communicator.group.size == 1
-        self.meshes = tuple(dict.fromkeys(group.mesh for unit in units for group in unit.groups))
-        several = any(mesh.replicas is not None for mesh in self.meshes)
+        self._by_times: dict[int, list[GroupGradients]] = {}  # how many ranks have the same slices
+        for gradients in self.all:
+            self._by_times.setdefault(gradients.times, []).append(gradients)
+        several = any(gradients.group.mesh.replicas is not None for gradients in self.all)
         self._replica_sums = ReplicaSums(communicator) if several else None
 
     @property
@@ -171,25 +172,41 @@ class GradientReducer:
             self._reduce_all(late)
             self._communicator.agree()
 
-    def norm_and_nonfinite(self, mesh: Mesh) -> Tensor:
-        """(2,) fp32 on the device: the sum of squares of this rank's slices of groups with this mesh, and
-        whether a value is not finite.
+    @property
+    def same_everywhere(self) -> bool:
+        """Whether every rank of the job has all that there is of every group's gradients."""
+        return set(self._by_times) <= {self._communicator.whole.size}
+
+    def norm_and_nonfinite(self) -> Tensor:
+        """(2,) fp32 on the device: this rank's share of the sum of squares of all gradients, and of how many
+        are not finite. A slice that several ranks have is divided among them, so that the sum over the job
+        has each element once.
 
         Raises OutOfMemoryError, having changed nothing.
         """
         chunk = self._stores.accelerator.kernels.chunk
         largest = max((gradients.group.layout.shard_numel for gradients in self.all), default=0)
         wanted = 4 * min(largest, chunk)  # what the torch references take to widen 16-bit values
-        return allocate(self._stores, "for the norm of the gradients", None, wanted, lambda: self._norm(mesh))
+        return allocate(self._stores, "for the norm of the gradients", None, wanted, self._share_of_norm)
 
-    def _norm(self, mesh: Mesh) -> Tensor:
+    def _share_of_norm(self) -> Tensor:
+        device = self._stores.accelerator.device
+        total: Tensor | None = None
+        for times, gradients in self._by_times.items():
+            found = self._norm(gradients)
+            if times > 1 and not self.same_everywhere:
+                found /= times
+            total = found if total is None else total + found
+        return torch.zeros(2, dtype=torch.float32, device=device) if total is None else total
+
+    def _norm(self, having: Iterable[GroupGradients]) -> Tensor:
         """One call for all slices on the device. Those elsewhere are taken one by one on the host, from
         whatever tier: where they lie does not change the norm."""
         device = self._stores.accelerator.device
         near: list[Tensor] = []
         far: list[Values] = []
-        for gradients in self.all:
-            if gradients.slice.present and gradients.group.mesh is mesh:
+        for gradients in having:
+            if gradients.slice.present:
                 values = gradients.slice.get()
                 if device.type != HOST.type and isinstance(values, Tensor) and values.device == device:
                     near.append(values)

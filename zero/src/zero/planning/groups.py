@@ -206,7 +206,7 @@ class UnitPlanner:
 
     def unit(self, draft: UnitDraft) -> PlannedUnit:
         """A unit with the groups of its draft, in their order."""
-        groups = [self._group(group, draft.is_resident(self._ranks)) for group in draft.groups]
+        groups = [self._group(group, draft.is_resident) for group in draft.groups]
         place = {parameter: index for index, (_, parameter) in enumerate(draft.plan.parameters)}
         sizes = [
             {place[p]: p.numel() * group.gathered.itemsize for _, p in drafted.named}

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from zero.communication.job import ranks_of_replica
+from zero.communication.grid import ranks_of_replica
 from zero.config.training import Config, dtype_named
 from zero.drafts.checks import check_model
 from zero.drafts.preparation import prepare, settings
@@ -87,7 +87,7 @@ def plan(
     prepared = prepare(model, optimizer, config, for_graphs=False)
     moments = moments_of(prepared.optimizer, dtype_named(config.precision))
     placer = Placer(config.offload, ON_HOST)
-    drafts = draft_units(prepared, config, placer, sharing, moments)
+    drafts = draft_units(prepared, config, placer, lambda _: sharing, moments)
     policy = GradientPolicy.of(config, ranks)
     planner = UnitPlanner(model, drafts, config, policy, sharing, autocast, moments)
     units = tuple(map(planner.unit, drafts))

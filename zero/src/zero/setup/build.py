@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from zero.checkpoint.checkpoints import Checkpoints
 from zero.checkpoint.engine_state import EngineParts
 from zero.communication.communicator import Communicator
+from zero.communication.mesh import Meshes
 from zero.config.training import Config
 from zero.drafts.checks import how_stepped
 from zero.drafts.offload_fit import check_offload
@@ -61,6 +62,7 @@ class Sharded:
     config: Config
     stores: Stores
     communicator: Communicator
+    meshes: Meshes
     units: Sequence[ShardedUnit]
     calls: WeakKeyDictionary[nn.Module, Any]
 
@@ -132,8 +134,13 @@ def _stepping(
 ) -> dict[FlatGroup, GroupStepping]:
     """How groups are stepped that are there already, each in one way."""
     kinds = {group: next(iter(ways_of(group.parameters, ways)), Stepping()) for group in groups}
-    whole = [p for group, way in kinds.items() if way.whole and group.shards > 1 for p in group.parameters]
-    by = share_out(((p, p.numel()) for p in whole), groups[0].mesh.shards.size if groups else 1)
+    whole: dict[int, list[nn.Parameter]] = {}  # by the number of slices
+    for group, way in kinds.items():
+        if way.whole and group.shards > 1:
+            whole.setdefault(group.shards, []).extend(group.parameters)
+    by: dict[nn.Parameter, int] = {}
+    for ranks, parameters in whole.items():
+        by |= share_out(((p, p.numel()) for p in parameters), ranks)
     return {
         group: GroupStepping(way.rule, tuple(by[p] for p in group.parameters if p in by) or None)
         for group, way in kinds.items()
@@ -166,7 +173,7 @@ def _parts(
     )
     state_offload = StateOffload(units, sharded_optimizer, communicator)
     integrity = Integrity(model, units, sharded_optimizer, state_offload)
-    full_parameters = FullParameters(model, units, communicator, integrity)
+    full_parameters = FullParameters(model, units, communicator, sharded.meshes, integrity)
     mark_parameters(model, full_parameters)
     guard_moves(model)
     changes: dict[str, Any] = {}  # by the program, to gradients

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from torch import nn
 
 from zero.communication.communicator import Communicator
-from zero.communication.job import Mesh
+from zero.communication.mesh import Meshes
 from zero.config.training import Config
 from zero.deferred import deferred_init
 from zero.drafts.unit_drafts import UnitDraft
@@ -25,20 +25,20 @@ def build_units(
     config: Config,
     stores: Stores,
     communicator: Communicator,
-    mesh: Mesh,
+    meshes: Meshes,
     initial_values: InitialValues,
     before: Callable[[int], None] = lambda index: None,
 ) -> list[ShardedUnit]:
-    """Flatten, broadcast rank 0's values and shard, one unit at a time.
+    """Flatten, broadcast the first rank's values and shard, one unit at a time.
 
     Old gradients are dropped: they are of this rank's data alone, and the first new ones would add to them.
-    mesh: of all groups. initial_values: told of what this rank had before. before: called before a unit is
+    meshes: of groups. initial_values: told of what this rank had before. before: called before a unit is
     built, with its index.
     """
     built = []
     for index, draft in enumerate(drafts):
         before(index)
-        built.append(_build_unit(index, draft, config, stores, communicator, mesh, initial_values))
+        built.append(_build_unit(index, draft, config, stores, communicator, meshes, initial_values))
     return built
 
 
@@ -64,7 +64,7 @@ def _build_unit(
     config: Config,
     stores: Stores,
     communicator: Communicator,
-    mesh: Mesh,
+    meshes: Meshes,
     initial_values: InitialValues,
 ) -> ShardedUnit:
     accelerator, plan = stores.accelerator, draft.plan
@@ -79,19 +79,17 @@ def _build_unit(
                 plan.name,
                 g.named,
                 g.kind.dtype,
-                mesh,
+                meshes.of(g.kind.apart),
                 config.stage == 0,
                 g.kind.gather_options,
             )
             for g in draft.groups
         ]
-        if communicator.group.size > 1 and not awaited:
+        if communicator.alike.size > 1 and not awaited:
             for flat in groups:
                 _note(flat, initial_values)
-                communicator.broadcast(plan.name, flat.home.data, 0)
-        unit = ShardedUnit(
-            index, plan.name, plan.hooked_modules, groups, communicator, draft.is_resident(mesh.shards.size)
-        )
+                communicator.spread(plan.name, flat.home.data, flat.mesh)
+        unit = ShardedUnit(index, plan.name, plan.hooked_modules, groups, communicator, draft.is_resident)
         unit.finalize_shards()
     for name, parameter in plan.parameters:
         parameter.grad = None
@@ -104,4 +102,4 @@ def _note(group: FlatGroup, initial_values: InitialValues) -> None:
     for name, parameter, slot in zip(group.names, group.parameters, group.layout.slots, strict=True):
         if not deferred_init.promised(parameter):
             values = group.home.data[slot.offset : slot.offset + slot.numel]
-            initial_values.note(name, values, parameter)
+            initial_values.note(name, values, group.mesh.apart, parameter)

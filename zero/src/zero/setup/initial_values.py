@@ -7,7 +7,7 @@ lost a seed on the way. Values are compared by checksums of samples, in one exch
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from zlib import crc32
 
@@ -47,12 +47,15 @@ class InitialValues:
         self._kinds = {p: (type(m), name) for m in model.modules() for name, p in m._parameters.items()}
         self._samples: list[_Sample] = []
 
-    def note(self, name: str, values: Tensor, parameter: nn.Parameter | None = None) -> None:
+    def note(
+        self, name: str, values: Tensor, apart: Collection[str], parameter: nn.Parameter | None = None
+    ) -> None:
         """Note what this rank has before rank 0's values come.
 
-        parameter: the one that has the values; None for a buffer.
+        apart: dimensions of the mesh along which the values are to differ. parameter: the one that has the
+        values; None for a buffer.
         """
-        if self._communicator.group.size > 1 and values.numel():
+        if self._communicator.alike.size > 1 and values.numel() and not apart:
             kind = None if parameter is None else self._kinds[parameter]
             self._samples.append(_Sample(name, kind, *_sampled(values)))
 
@@ -62,7 +65,8 @@ class InitialValues:
         if not samples:
             return
         numbers = [(each.checksum, -each.checksum, each.varied) for each in samples]
-        highest = self._communicator.highest("initial values", torch.tensor(numbers, device=HOST))
+        alike = self._communicator.alike if self._communicator.divided else None
+        highest = self._communicator.highest("initial values", torch.tensor(numbers, device=HOST), alike)
         differing, same = list[_Sample](), list[_Sample]()
         for each, (high, low, varied) in zip(samples, highest.tolist(), strict=True):
             if high != -low:
@@ -72,7 +76,7 @@ class InitialValues:
         random = _equal_in_spite_of_chance(differing, same)
         if differing and (random or not any(each.kind for each in differing)):
             modules = list(dict.fromkeys(_parts(differing, random)))
-            warn(_DIFFER.format(some(modules)), rank=self._communicator.group.rank)
+            warn(_DIFFER.format(some(modules), _declaring(modules)), rank=self._communicator.alike.rank)
 
 
 def _sampled(values: Tensor) -> tuple[int, bool]:
@@ -112,9 +116,19 @@ def _ancestors(name: str) -> list[str]:
     return [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
 
 
+def _declaring(modules: Sequence[str]) -> str:
+    """How to say that modules are each rank's own."""
+    experts = next((each for each in modules if "expert" in each.lower()), None)
+    parts = (experts or modules[0]).split(".")
+    pattern = ".".join("*" if part.isdigit() else part for part in parts)
+    what = "The experts of expert parallelism" if experts else "What each rank is to keep for itself"
+    return (
+        f"{what} must be declared, with the dimension of a mesh: "
+        f"zero.Config(local_modules={{{pattern!r}: 'ep'}}) and zero.initialize(..., mesh=mesh, data_dims=...)"
+    )
+
+
 _DIFFER = (
     "the ranks built these parts of the model with different values, and others with the same: {}. All ranks "
-    "now have rank 0's values. Seed every rank alike before the model is built, or load the same weights. "
-    "What each rank is to keep for itself, such as experts of its own, must not be in this model: give it an "
-    "engine with another process_group"
+    "now have rank 0's values. Seed every rank alike before the model is built, or load the same weights. {}"
 )

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 import accelz
 from zero.communication.communicator import Communicator
-from zero.communication.job import join, mesh_of
+from zero.communication.grid import Grid
+from zero.communication.job import join
+from zero.communication.mesh import Meshes
 from zero.config.training import Config, dtype_named
 from zero.drafts.aliases import check_aliases
+from zero.drafts.arrangement import arrangement
 from zero.drafts.checks import (
     check_dtypes,
     check_equal,
     check_flat_buffers,
     check_model,
     check_movable,
-    check_process_group,
 )
 from zero.drafts.offload_fit import warn_of_nothing_to_move
 from zero.drafts.preparation import prepare, settings
@@ -34,6 +38,7 @@ from zero.setup.build import Sharded, Stepper, build_engine
 from zero.setup.build_units import build_units, taking_over
 from zero.setup.initial_values import InitialValues
 from zero.sharding.exact import computes_in
+from zero.sharding.local import apart_of
 from zero.tiers.placement import Placer
 from zero.tiers.room import room_for
 from zero.tiers.stores import Stores
@@ -46,6 +51,9 @@ def initialize(
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     config: Config | None = None,
     process_group: ProcessGroup | None = None,
+    mesh: DeviceMesh | None = None,
+    data_dims: str | Sequence[str] | None = None,
+    shard_dims: str | Sequence[str] | None = None,
 ) -> Engine:
     """Shard `model` and `optimizer` over the ranks of the job and return the engine that trains them.
 
@@ -62,6 +70,15 @@ def initialize(
     process_group: train on the ranks of this group of torch.distributed, such as one dimension of a device
         mesh; only they make this call. The engine knows no other ranks: wherever it speaks of the job or of
         every rank, that is this group, and rank numbers are those in it.
+    mesh: a device mesh of torch's whose ranks are the job; only they make this call. Along its other
+        dimensions than `data_dims` ranks have the same data: parts of one model (tensor parallelism), or
+        models of their own, the stages of a pipeline, which `Config(local_modules={"*": "pp"})` declares.
+        Gradients are averaged over the data's dimensions; norms, clipping and skipped steps are the job's.
+        The engine's ranks and world size are those of the data.
+    data_dims: the mesh's dimensions along which ranks have different data; a mesh of one dimension needs
+        none.
+    shard_dims: those of them that parameters are sharded over; along the others there are copies of the
+        model. By default all.
 
     Raises, before anything is changed: ConfigError, ModelError or OptimizerError; RankMismatchError if ranks
     have different models, optimizers or settings; OffloadError if a rank finds no space on its disk. After
@@ -69,7 +86,7 @@ def initialize(
     and optimizer must be built anew.
     """
     config = settings(config)
-    check_process_group(process_group)
+    arranged = arrangement(process_group, mesh, data_dims, shard_dims, config)
     check_model(model)
     accelerator = accelz.current()
     check_movable(model, accelerator.device)
@@ -80,24 +97,28 @@ def initialize(
     budgeted = config.offload.budget("optimizer") is not None
     moments = moments_of(prepared.optimizer, dtype_named(config.precision)) if budgeted else {}
 
-    groups = join(accelerator, config.timeout, process_group)
+    groups = join(accelerator, config.timeout, process_group, arranged)
     name, outlive = type(model).__name__, config.outlive_launcher
     communicator = Communicator(accelerator, groups, name, outlive)
     for message, category in held:
         warn(message, category, rank=communicator.group.rank)
     check_flat_buffers(accelerator)
     check_equal(prepared, config, communicator)
-    mesh, stores = mesh_of(groups, config.shard_ranks), Stores(accelerator, config.offload)
+    grid = Grid.plain(groups.whole.size, config.shard_ranks) if arranged is None else groups.grid
+    meshes = Meshes(groups, grid, partial(apart_of, config=config))
+    differing = [*prepared.apart.values(), *(apart_of(name, config) for name, _ in model.named_buffers())]
+    meshes.make(communicator.everywhere, differing)
+    stores = Stores(accelerator, config.offload)
     placer = Placer(config.offload, stores.host)
-    drafts = draft_units(prepared, config, placer, mesh.shards.size, moments)
+    drafts = draft_units(prepared, config, placer, lambda apart: meshes.of(apart).shards.size, moments)
     placer.warn_of_shortfalls(communicator.group.rank)
     warn_of_nothing_to_move(config, accelerator.device, communicator.group.rank)
     reserve_disk(drafts, config, stores, communicator)
     initial_values = InitialValues(model, communicator)
-    _move_buffers(model, config, accelerator, communicator, initial_values)
+    _move_buffers(model, config, accelerator, communicator, meshes, initial_values)
     with taking_over(model):
         accelz.unshare(model.parameters())
-        units = build_units(drafts, config, stores, communicator, mesh, initial_values)
+        units = build_units(drafts, config, stores, communicator, meshes, initial_values)
         initial_values.warn_of_differences()
         keep_promises(units, communicator)
         trains = bool(members(prepared.optimizer))
@@ -111,7 +132,14 @@ def initialize(
             },
         )
         calls = WeakKeyDictionary({module: module._compiled_call_impl for module in model.modules()})
-        sharded = Sharded(config=config, stores=stores, communicator=communicator, units=units, calls=calls)
+        sharded = Sharded(
+            config=config,
+            stores=stores,
+            communicator=communicator,
+            meshes=meshes,
+            units=units,
+            calls=calls,
+        )
         return build_engine(model, sharded, stepper)
 
 
@@ -120,9 +148,10 @@ def _move_buffers(
     config: Config,
     accelerator: accelz.Accelerator,
     communicator: Communicator,
+    meshes: Meshes,
     initial_values: InitialValues,
 ) -> None:
-    """Move buffers to the device, whole and with rank 0's values."""
+    """Move buffers to the device, whole and with their first rank's values."""
     for module_name, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is None:
@@ -132,8 +161,10 @@ def _move_buffers(
             what = f"buffer {module_name}.{name}"
             with room_for(accelerator, f"for {what}", None, buffer.nbytes):
                 module._buffers[name] = moved = _writable(buffer.to(accelerator.device, cast))
-                initial_values.note(f"{module_name}.{name}".lstrip("."), moved)
-                spread_buffer(communicator, what, moved)
+                full_name = f"{module_name}.{name}".lstrip(".")
+                spread_over = meshes.of_buffer(full_name)
+                initial_values.note(full_name, moved, spread_over.apart)
+                spread_buffer(communicator, what, moved, spread_over)
 
 
 def _writable(buffer: Tensor) -> Tensor:

@@ -30,8 +30,8 @@ def regrouped(
     prepared = prepare(model, optimizer, config, for_graphs=True)
     budgeted = config.offload.budget("optimizer") is not None
     moments = moments_of(optimizer, dtype_named(config.precision)) if budgeted else {}
-    mesh, placer = units[0].groups[0].mesh, Placer(config.offload, stores.host)
-    drafts = draft_units(prepared, config, placer, mesh.shards.size, moments)
+    meshes, placer = full_parameters.meshes, Placer(config.offload, stores.host)
+    drafts = draft_units(prepared, config, placer, lambda apart: meshes.of(apart).shards.size, moments)
     placer.warn_of_shortfalls(communicator.group.rank)
     reserve_disk(drafts, config, stores, communicator)
     full_parameters.take_in_frozen()
@@ -42,7 +42,7 @@ def regrouped(
             config,
             stores,
             communicator,
-            mesh,
+            meshes,
             InitialValues(model, communicator),  # of which nobody asks for differences: there are none
             before=lambda index: _make_whole(units[index], full_parameters),
         )

@@ -9,7 +9,7 @@ stand_in                what `param.grad` is between backward and step
 state_entries, selection
                         names as a state dict has them; some of them
 units, units_by_use     the module tree divided into units; more finely, for graphs
-exact                   which parameters keep their bits
+exact, local            which parameters keep their bits; which differ by rank
 autocast                which parameters may be cast before they are gathered
 sub_group, shard_source a stretch of a shard with its optimizer state; a shard on its way into a gather
 binding                 the memory that parameters are views of

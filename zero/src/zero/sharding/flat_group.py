@@ -26,7 +26,8 @@ from torch import Tensor, nn
 
 from accelz import Accelerator, FlatBuffer, dense_stride
 from zero.communication.communicator import Communicator, NamedHandle
-from zero.communication.job import Mesh, explained
+from zero.communication.job import explained
+from zero.communication.mesh import Mesh
 from zero.communication.quantised import Quantised, Sent, block_of
 from zero.sharding import layout
 from zero.sharding.binding import Binding

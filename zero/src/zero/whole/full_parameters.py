@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from zero.communication.communicator import Communicator
+from zero.communication.mesh import Mesh, Meshes
 from zero.errors import StateError, UsageError, some
 from zero.sharding.alterations import replaced
 from zero.sharding.flat_group import FlatGroup
@@ -45,9 +46,11 @@ class FullParameters(Uncopied):
         module: nn.Module,
         units: Sequence[ShardedUnit],
         communicator: Communicator,
+        meshes: Meshes,
         integrity: ValueChecks,
     ) -> None:
         self.integrity = integrity
+        self.meshes = meshes
         self.units = tuple(units)
         self.communicator = communicator
         # With several copies of the model, some may have common memory and others not.
@@ -62,8 +65,9 @@ class FullParameters(Uncopied):
 
     @property
     def is_source(self) -> bool:
-        """Whether this is rank 0, which reads and writes state for all."""
-        return self.communicator.group.rank == 0
+        """Whether this rank reads and writes state for all that have the same parameters: rank 0, and the
+        first of others where parameters differ by rank."""
+        return self.meshes.is_source()
 
     @property
     def device(self) -> torch.device:
@@ -118,15 +122,15 @@ class FullParameters(Uncopied):
         dtype: torch.dtype,
         values: Mapping[int, Tensor | None],
     ) -> Tensor:
-        """Return a whole buffer, on every rank's device, with rank 0's whole `values` by parameter index."""
+        """Return a whole buffer, on every rank's device, with the source's whole `values` by parameter
+        index."""
         with group.room_for_whole(dtype):
             whole = torch.zeros(group.layout.numel, dtype=dtype, device=group.home.data.device)
             if self.is_source:
                 for index, value in values.items():
                     assert value is not None
                     view_of(whole, group, index).copy_(value)
-            if self.communicator.group.size > 1:
-                self.communicator.broadcast(unit.name, whole, 0)
+            self.communicator.spread(unit.name, whole, group.mesh)
         return whole
 
     def begin_write(self) -> None:
@@ -183,9 +187,8 @@ class FullParameters(Uncopied):
         with self.changing():
             for unit, group, index in places:
                 slot = group.layout.slots[index]
-                if self.communicator.group.size > 1:
-                    values = group.whole[slot.offset : slot.offset + slot.numel]
-                    self.communicator.broadcast(unit.name, values, source)
+                values = group.whole[slot.offset : slot.offset + slot.numel]
+                self.communicator.spread(unit.name, values, group.mesh, source)
                 self.assign(group, index, group.whole)
         with self.communicator.together():
             for unit in self._units_of(names):
@@ -241,11 +244,11 @@ def _take_in(places: Sequence[tuple[FlatGroup, int]]) -> None:
         group.binding.take_in(index)
 
 
-def spread_buffer(communicator: Communicator, name: str, buffer: Tensor) -> None:
-    """Give every rank rank 0's values of a module buffer."""
-    if communicator.group.size > 1 and buffer.numel():
+def spread_buffer(communicator: Communicator, name: str, buffer: Tensor, mesh: Mesh) -> None:
+    """Give every rank of a mesh its first rank's values of a module buffer."""
+    if communicator.alike.size > 1 and buffer.numel():
         flat = buffer.detach().reshape(-1)  # a copy where the buffer is not contiguous
-        communicator.broadcast(name, flat.view(torch.uint8), 0)  # some dtypes have no collectives
+        communicator.spread(name, flat.view(torch.uint8), mesh)  # some dtypes have no collectives
         buffer.detach().copy_(flat.view(buffer.shape))
 
 

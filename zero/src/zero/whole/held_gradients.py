@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from zero.communication.communicator import Communicator
-from zero.communication.job import Mesh
 from zero.errors import UsageError, some
 from zero.gradients.factor import GradientFactor, clip_coefficient
 from zero.gradients.group_gradients import GroupGradients
@@ -263,8 +262,12 @@ class HeldGradients:
             for index in have.used
         ]
         self._unscaled = True
-        if parameters:
-            found = (~torch.isfinite(self.norms_of(parameters))).any().to(found_inf.device, found_inf.dtype)
+        if parameters or self._communicator.divided:
+            norms = self.norms_of(parameters) if parameters else torch.zeros(1)
+            found = (~torch.isfinite(norms)).any().to(self._full_parameters.device, torch.float32)
+            if self._communicator.divided:  # all ranks of the job skip the step, or none
+                self._communicator.all_reduce("overflow", found, self._communicator.whole, "max").wait()
+            found = found.to(found_inf.device, found_inf.dtype)
             found_inf.copy_(torch.maximum(found_inf, found.reshape(found_inf.shape)))
         self.multiply(parameters, inverse)
 
@@ -297,30 +300,26 @@ class HeldGradients:
 
     @torch.no_grad()
     def _measure(self, order: float) -> Tensor:
-        """Every parameter's norm, fp32, (parameters,), times the mean factor. One collective a mesh."""
-        total = torch.zeros(len(self._places), dtype=torch.float32, device=self._full_parameters.device)
-        for mesh in self._reducer.meshes:
-            total += self._measure_over(mesh, order)
-        mean = self._factor.mean()
-        return total if mean is None else total.mul_(mean)
+        """Every parameter's norm, fp32, (parameters,), times the mean factor. One collective.
 
-    def _measure_over(self, mesh: Mesh, order: float) -> Tensor:
-        """Norms of the sums in groups of this mesh; zero for the others. Collective."""
+        Of parameters that differ by rank, the norm is that of all values in the parameter's place.
+        """
         total = torch.zeros(len(self._places), dtype=torch.float32, device=self._full_parameters.device)
-        having = [each for each in self._reducer.all if each.slice.present and each.group.mesh is mesh]
         with self._communicator.postponing_disk_errors():
-            for gradients in having:
-                self._put_norms(gradients, order, total)
-        if mesh.shards.size > 1 and any(each.group.shards > 1 for each in self._reducer.all):
+            for gradients in self._reducer.all:
+                if gradients.slice.present:
+                    self._put_norms(gradients, order, total)
+        ranks = self._communicator.alike
+        times = [gradients.times for gradients, _ in self._places.values()]
+        if any(each < ranks.size for each in times):
             finite = math.isfinite(order)
             total = total.pow_(order) if finite else total
-            self._communicator.all_reduce(
-                "gradient norms", total, mesh.shards, "sum" if finite else "max"
-            ).wait()
+            if finite and max(times) > 1:
+                total /= torch.tensor(times, dtype=torch.float32, device=total.device)
+            self._communicator.all_reduce("gradient norms", total, ranks, "sum" if finite else "max").wait()
             total = total.pow_(1 / order) if finite else total
-        if mesh.replicas is not None:  # one number for all: each may round in its own way
-            self._communicator.all_reduce("gradient norms", total, mesh.replicas, "max").wait()
-        return total
+        mean = self._factor.mean()
+        return total if mean is None else total.mul_(mean)
 
     def _put_norms(self, gradients: GroupGradients, order: float, total: Tensor) -> None:
         """Put the norms of this rank's parts of one group's gradients in their places."""

@@ -70,10 +70,12 @@ def load(
     rest, packed = {name: state[name] for name in entries.rest if name in state}, BytesIO()
     if full_parameters.is_source:
         problem = problem or _misfits(model, state, strict) or _pack(rest, packed)
-    if problem := full_parameters.communicator.broadcast_object(problem):
+    gather = full_parameters.communicator.all_gather_object
+    if problem := next(filter(None, gather(problem)), ""):
         raise StateError(f"the state dict does not fit the model: {problem}")
     given = {own[p]: state[name] for name, p in entries.by_name.items() if name in state and p in own}
-    present = set(full_parameters.communicator.broadcast_object(sorted(given)))
+    every = gather(sorted(given) if full_parameters.is_source else None)
+    present = set.intersection(*(set(names) for names in every if names is not None))
     rest = _shared(full_parameters, packed)
     before_change()
     with full_parameters.communicator.together():
@@ -111,7 +113,7 @@ def _shared(full_parameters: FullParameters, packed: BytesIO) -> dict[str, Any]:
     )
     if full_parameters.is_source:
         data.copy_(torch.frombuffer(packed.getbuffer(), dtype=torch.uint8))
-    spread_buffer(full_parameters.communicator, "extra state", data)
+    spread_buffer(full_parameters.communicator, "extra state", data, full_parameters.meshes.of())
     found = torch.load(BytesIO(data.to(HOST).numpy().tobytes()), map_location=HOST, weights_only=False)
     return dict(found)
 
@@ -170,4 +172,4 @@ def _load_buffers(
         for name, buffer in buffers.items():
             if isinstance(state.get(name), Tensor):
                 buffer.copy_(state[name])
-            spread_buffer(full_parameters.communicator, name, buffer)
+            spread_buffer(full_parameters.communicator, name, buffer, full_parameters.meshes.of_buffer(name))

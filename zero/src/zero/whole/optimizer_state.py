@@ -61,14 +61,15 @@ class OptimizerState:
         state: dict[str, Any] = next((self._state.get(piece.parameter, {}) for piece in pieces), {})
         mine = {key: value for key, value in state.items() if isinstance(value, Tensor)}
         shapes = communicator.all_gather_object({key: list(value.shape) for key, value in mine.items()})
-        source = max(range(len(shapes)), key=lambda rank: len(shapes[rank]))
+        members = group.mesh.members
+        source = max(range(len(members)), key=lambda rank: len(shapes[members[rank]]))
         found = {}
-        for key, shape in shapes[source].items():
+        for key, shape in shapes[members[source]].items():
             value = torch.zeros(shape, dtype=torch.float32, device=group.home.data.device)
             if key in mine:
                 value.copy_(mine[key])
             if group.shards > 1:
-                communicator.broadcast(unit.name, value.view(-1), source)
+                communicator.broadcast(unit.name, value.view(-1), source, group.mesh.data)
             found[key] = value
         return found
 

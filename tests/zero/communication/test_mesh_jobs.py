@@ -1,0 +1,281 @@
+"""Jobs whose ranks form a mesh: `zero.initialize(..., mesh=..., data_dims=...)`."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import zero
+from accelz.conformance.cluster import Clusters, Context
+from tests.zero.helpers.loops import train_on
+from tests.zero.helpers.meshes import Stage, mesh_of, mixture, tokens
+from tests.zero.helpers.models import fresh, language_loss
+from tests.zero.helpers.optimizers import sgd
+from tests.zero.helpers.training import Run, adamw, errors_of, relative_error, same_bits, state_error
+
+RANKS, STEPS, CLIP = 4, 3, 0.05
+
+Models = list[nn.Module]
+
+
+def unsharded(models: Models, losses: Callable[[int], list[Tensor]], clip: float | None) -> Any:
+    """Losses, norms and final weights of one process. losses: of the ranks, whose mean is trained."""
+    optimizers = [sgd(model) for model in models]
+    told, norms = [], []
+    for step in range(STEPS):
+        values = losses(step)
+        torch.stack(values).mean().backward()
+        told.append([value.item() for value in values])
+        parameters = [p for model in models for p in model.parameters()]
+        norms.append(float(nn.utils.clip_grad_norm_(parameters, clip or 1e9)))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return told, norms, [{k: v.detach() for k, v in model.state_dict().items()} for model in models]
+
+
+def expert_body(context: Context) -> dict[str, float]:
+    """Experts of each rank's own, in the engine that has the rest."""
+    mesh = mesh_of(("dp", 2), ("ep", 2))
+    whole = mixture()
+    told, norms, (state,) = unsharded(
+        [whole], lambda step: [whole(tokens(step, rank)) for rank in range(RANKS)], CLIP
+    )
+    expert = mesh.get_local_rank("ep")
+    mine = {
+        name.replace(f"experts.{expert}", "experts.0"): value
+        for name, value in state.items()
+        if f"experts.{1 - expert}" not in name
+    }
+    errors = {}
+    for name, settings in EXPERTS.items():
+        model = mixture(mesh.get_group("ep"))
+        config = zero.Config(timeout=20, local_modules={"blocks.*.experts": "ep"}, **settings)
+        engine = zero.initialize(model, sgd(model), config, mesh=mesh, data_dims=("dp", "ep"))
+        losses, seen, clips = [], [], "clip_norm" in settings
+        for step in range(STEPS):
+            loss = model(tokens(step, context.rank).to(engine.device))
+            if clips:
+                train_on(engine, loss)
+                seen.append(float(engine.grad_norm or 0))
+            else:  # by the program
+                loss.backward()
+                seen.append(float(nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
+                engine.optimizer.step()
+                engine.optimizer.zero_grad()
+            losses.append(loss.item())
+        errors[f"{name}: losses"] = relative_error(losses, [each[context.rank] for each in told])
+        errors[f"{name}: norms"] = relative_error(seen, norms)
+        found = engine.state_dict()
+        assert bool(found) == (mesh.get_local_rank("dp") == 0)
+        errors[f"{name}: weights"] = state_error(found, mine) if found else 0.0
+    assert "modules in Config(local_modules=...) have others along ep" in refused(
+        lambda: engine.save_checkpoint("anywhere")
+    )
+    return errors
+
+
+EXPERTS: dict[str, dict[str, Any]] = {
+    "stage 1": {"stage": 1, "clip_norm": CLIP},
+    "stage 2": {"stage": 2, "clip_norm": CLIP},
+    "stage 3": {"stage": 3, "clip_norm": CLIP},
+    "clipped by the program": {"stage": 3},
+    "on the host": {"offload": {"optimizer": "host", "params": "host"}, "clip_norm": CLIP},
+}
+
+
+def test_experts_of_each_rank_train_as_in_one_process(cluster: Clusters) -> None:
+    for found in cluster(RANKS).run(expert_body, limit=60):
+        assert max(found.values()) < 1e-6, found
+
+
+def stages_body(context: Context) -> dict[str, float]:
+    """Along one dimension ranks have models of their own: one norm, and one decision about an overflow."""
+    mesh = mesh_of(("pp", 2), ("dp", 2))
+    stage, place = mesh.get_local_rank("pp"), mesh.get_local_rank("dp")
+    models: Models = [Stage(0), Stage(1)]
+    _, norms, states = unsharded(
+        models,
+        lambda step: [sum(m(tokens(step, rank)) for m in models) for rank in range(2)],  # type: ignore[misc]
+        CLIP,
+    )
+    found = {}
+    for level in (1, 3):
+        model = Stage(stage)
+        config = zero.Config(stage=level, timeout=20, clip_norm=CLIP, local_modules={"*": "pp"})
+        engine = zero.initialize(model, sgd(model), config, mesh=mesh, data_dims="dp")
+        assert (engine.rank, engine.world_size) == (place, 2)
+        seen = []
+        for step in range(STEPS):
+            train_on(engine, model(tokens(step, place).to(engine.device)))
+            seen.append(float(engine.grad_norm or 0))
+        found[f"stage {level}: norms"] = relative_error(seen, norms)
+        state = engine.state_dict()
+        found[f"stage {level}: weights"] = state_error(state, states[stage]) if state else 0.0
+    model = Stage(stage)
+    config = zero.Config(timeout=20, precision="fp16", local_modules={"*": "pp"})
+    engine = zero.initialize(model, sgd(model), config, mesh=mesh, data_dims="dp")
+    loss = model(tokens(0, place).to(engine.device, torch.float16))
+    train_on(engine, loss * (float("inf") if context.rank == 3 else 1))
+    found["not skipped"] = 1.0 - engine.skipped_steps
+    return found
+
+
+def test_models_of_their_own_have_one_norm_and_one_overflow(cluster: Clusters) -> None:
+    for found in cluster(RANKS).run(stages_body, limit=60):
+        assert max(found.values()) < 1e-6, found
+
+
+def copies_body(context: Context) -> tuple[bool, float]:
+    """Copies and shards by names have the bits of those by number; what ranks have twice counts once."""
+    halves = mesh_of(("dp", 2), ("tp", 2))
+    ways: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({"shard_ranks": 2}, {}),
+        (
+            {},
+            {
+                "mesh": mesh_of(("replicate", 2), ("shard", 2)),
+                "data_dims": ("replicate", "shard"),
+                "shard_dims": "shard",
+            },
+        ),
+        ({}, {"process_group": halves.get_group("dp")}),
+        ({}, {"mesh": halves, "data_dims": "dp"}),
+    ]
+    runs = []
+    for settings, arranged in ways:
+        model = fresh()
+        config = zero.Config(timeout=20, clip_norm=0.5, **settings)
+        engine = zero.initialize(model, adamw(model), config, **arranged)
+        run = Run()
+        for step in range(STEPS):
+            loss = language_loss(model, step, engine.rank)
+            train_on(engine, loss)
+            run.losses.append(loss.item())
+            run.norms.append(float(engine.grad_norm or 0))
+        run.state = engine.state_dict()
+        runs.append(run)
+    by_number, by_name, group, halved = runs
+    equal = by_number.norms == by_name.norms and same_bits(by_number, by_name)
+    return equal, errors_of(halved, group)
+
+
+def test_copies_by_name_and_ranks_with_the_same_data(cluster: Clusters) -> None:
+    for equal, error in cluster(RANKS).run(copies_body, limit=60):
+        assert equal
+        assert error < 1e-6
+
+
+def refused(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except zero.ZeroError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def arguments_body(context: Context, folder: str) -> dict[str, str]:
+    """What is refused before anything changes: afterwards the same model is trained."""
+    mesh = mesh_of(("dp", 2), ("tp", 2))
+    model = fresh()
+    optimizer: Optimizer = adamw(model)
+
+    def say(settings: dict[str, Any] | None = None, **arranged: Any) -> str:
+        config = zero.Config(timeout=20, **(settings or {}))
+        return refused(lambda: zero.initialize(model, optimizer, config, **arranged))
+
+    both = {"mesh": mesh, "data_dims": "dp"}
+    said = {
+        "two": say(**both, process_group=mesh.get_group("dp")),
+        "number": say({"shard_ranks": 2}, **both),
+        "class": say(mesh=[0, 1]),
+        "none": say(mesh=mesh),
+        "empty": say(mesh=mesh, data_dims=()),
+        "missing": say(mesh=mesh, data_dims=("dp", "cp")),
+        "same data": say(**both, shard_dims="tp"),
+        "stage 0": say({"stage": 0}, mesh=mesh, data_dims=("dp", "tp"), shard_dims="tp"),
+        "no mesh": say(data_dims="dp"),
+        "local": say({"local_modules": {"blocks.0": "tp"}}),
+        "local dimension": say({"local_modules": {"blocks.0": "ep"}}, **both),
+        "local name": say({"local_modules": {"experts": "tp"}}, **both),
+    }
+    if context.rank == 3:
+        model.norm = nn.LayerNorm(3)
+        optimizer = adamw(model)
+    said["shapes"] = say(**both)
+    if context.rank == 3:
+        model = fresh()
+        optimizer = adamw(model)
+    engine = zero.initialize(model, optimizer, zero.Config(timeout=20), **both)
+    train_on(engine, language_loss(model, 0, engine.rank))
+    said["saved"] = refused(lambda: engine.save_checkpoint(folder))
+    mine = Path(folder) / f"tp{mesh.get_local_rank('tp')}"
+    engine.save_checkpoint(mine)
+    before = engine.state_dict()
+    train_on(engine, language_loss(model, 1, engine.rank))
+    engine.load_checkpoint(mine)
+    same = all(torch.equal(value, before[name]) for name, value in engine.state_dict().items())
+    said["loaded"] = "" if same else "other values"
+    return said
+
+
+def test_what_is_refused(cluster: Clusters, tmp_path: Path) -> None:
+    for rank, said in enumerate(cluster(RANKS).run(arguments_body, folder=str(tmp_path), limit=60)):
+        shapes, saved, loaded = said.pop("shapes"), said.pop("saved"), said.pop("loaded")
+        assert all(each.startswith("ConfigError: ") for each in said.values()), said
+        assert "leave process_group out" in said["two"]
+        assert "leave shard_ranks out" in said["number"]
+        assert "got list" in said["class"]
+        assert "say along which ranks have different data" in said["none"]
+        assert "has no dimension 'cp'; it has dp, tp" in said["missing"]
+        assert "along tp ranks have the same data" in said["same data"]
+        assert "pass it, zero.initialize(..., mesh=mesh" in said["local"]
+        assert "no module with parameters is named 'experts'" in said["local name"]
+        assert shapes.startswith("RankMismatchError: the ranks disagree about the model"), (rank, shapes)
+        assert "on rank 3 (dp 1, tp 1)" in shapes
+        assert "local_modules={'blocks.*.experts': 'ep'}" in shapes
+        assert "{'*': 'tp'}" in shapes
+        assert saved.startswith("UsageError: save_checkpoint("), saved
+        assert "/tp{mesh.get_local_rank('tp')}" in saved
+        assert loaded == ""
+
+
+def undeclared_body(context: Context) -> list[str]:
+    """Experts that differ by rank, and are not declared."""
+    mesh = mesh_of(("dp", 2), ("ep", 2))
+    model = mixture(mesh.get_group("ep"))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        zero.initialize(model, sgd(model), zero.Config(timeout=20), mesh=mesh, data_dims=("dp", "ep"))
+    return [str(each.message) for each in caught]
+
+
+def test_undeclared_experts_are_told(cluster: Clusters) -> None:
+    first, *others = cluster(RANKS).run(undeclared_body)
+    (said,) = first
+    assert "local_modules={'blocks.*.experts': 'ep'}" in said
+    assert "expert parallelism" in said
+    assert others == [[], [], []]
+
+
+def named_body(context: Context) -> str:
+    """A rank of another stage raises instead of stepping."""
+    mesh = mesh_of(("pp", 2), ("dp", 2))
+    model = Stage(mesh.get_local_rank("pp"))
+    config = zero.Config(timeout=2, clip_norm=CLIP, local_modules={"*": "pp"})
+    engine = zero.initialize(model, sgd(model), config, mesh=mesh, data_dims="dp")
+    engine.backward(model(tokens(0, engine.rank).to(engine.device)))
+    return "" if context.rank == 3 else refused(engine.step)
+
+
+def test_failures_are_named_by_coordinates(disposable: Clusters) -> None:
+    said = disposable(RANKS).run(named_body, limit=60)
+    for each in said[:3]:
+        assert each.startswith("CommunicationError: rank "), each
+        assert "3 (pp 1, dp 1)" in each
