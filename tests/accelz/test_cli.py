@@ -66,15 +66,31 @@ def test_list_shows_every_state_and_the_choice(site: Path) -> None:
         ("xqz", "", None, "ACCELZ_DEVICE=xqz is not installed. The names known here are "),
         ("fo", "", None, "ACCELZ_DEVICE=fo is not installed. Did you mean 'foo'? The names known here are "),
         ("", "foo,cpu", None, "none is available"),
+        (
+            "two",
+            "",
+            None,
+            "ACCELZ_DEVICE=two is the name of two backends, of aaa-two and accelz-two: uninstall",
+        ),
+        (
+            "cpu:1",
+            "",
+            None,
+            "ACCELZ_DEVICE=cpu:1 is not installed. ACCELZ_DEVICE names a backend and no device",
+        ),
     ],
 )
 def test_list_json_follows_the_environment(
     site: Path, monkeypatch: pytest.MonkeyPatch, device: str, disable: str, selected: str | None, why: str
 ) -> None:
     install(site, "foo", NOISY + good("foo", 500))
+    install(site, "two", good("two", 5))
+    install(site, "two", good("two", 5), distribution="aaa-two")
     monkeypatch.setenv("ACCELZ_DEVICE", device)
     monkeypatch.setenv("ACCELZ_DISABLE", disable)
-    answer = json.loads(_run("list", "--json").stdout)
+    done = _run("list", "--json")
+    assert done.exit_code == (1 if selected is None else 0)
+    answer = json.loads(done.stdout)
     assert answer["selected"] == selected
     assert answer["why"].startswith(why)
     assert [row["name"] for row in answer["backends"] if row["selected"]] == [selected] * bool(selected)
@@ -209,6 +225,41 @@ def test_a_command_to_type_is_not_cut(site: Path, monkeypatch: pytest.MonkeyPatc
     command = "pip install accelz-foo[" + "a" * 60 + "]"
     install(site, "foo", good("foo", available=False, reason=f"no library: {command}"))
     assert command in _run("list").stdout
+
+
+def test_a_tie_is_stated(site: Path) -> None:
+    install(site, "foo", good("foo", 0))
+    said = "selected: cpu (the highest priority of those available, 0, as that of foo: ACCELZ_DEVICE decides"
+    assert said in _run("list").stdout
+
+
+@pytest.mark.parametrize("columns", ["80", "200"])
+def test_a_broken_row_is_one_line(site: Path, monkeypatch: pytest.MonkeyPatch, columns: str) -> None:
+    install(site, "foo", f"raise ImportError({'a long story ' * 30!r})")
+    before = len(_run("list").stdout.splitlines())
+    install(site, "bar", "import nothing_of_that_name")
+    monkeypatch.setenv("COLUMNS", columns)
+    assert len(_run("list").stdout.splitlines()) == before + 1
+
+
+LOUD = """
+import atexit, os
+os.system("echo from a program")
+os.write(1, b"from C\\n")
+print("from Python")
+atexit.register(print, "at exit")
+"""
+
+
+def test_nothing_that_a_backend_prints_is_in_the_json(tmp_path: Path) -> None:
+    install(tmp_path, "foo", LOUD + good("foo"))
+    command = [sys.executable, "-m", "accelz.cli", "list", "--json"]
+    done = subprocess.run(
+        command, env=environment(tmp_path), capture_output=True, text=True, timeout=60, check=False
+    )
+    assert {row["name"] for row in json.loads(done.stdout)["backends"]} >= {"foo", "cpu"}
+    for said in ("from a program", "from C", "from Python", "at exit"):
+        assert done.stderr.count(said) == 1
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from accelz import BackendRow, list_backends
-from accelz.discovery import Status, installed
+from accelz.discovery import Status, best, installed, ties
 
 from .fake_distribution import good, install
 
@@ -96,13 +96,86 @@ def test_an_unavailable_backend_keeps_its_reason(site: Path) -> None:
     assert (row.status, row.reason, row.priority) == (Status.UNAVAILABLE, "no foo device", 10)
 
 
-def test_a_duplicate_name_goes_to_the_first_distribution(site: Path) -> None:
+def test_of_two_backends_with_one_name_none_is_used(site: Path) -> None:
     install(site, "foo", good("foo", 10), distribution="accelz-b")
     install(site, "foo", good("foo", 99), distribution="accelz-a")
     rows = {row.distribution: row for row in list_backends({})}
-    assert rows["accelz-a"].status is Status.AVAILABLE
-    assert rows["accelz-b"].status is Status.BROKEN
-    assert "accelz-a already provides 'foo'; uninstall one" in rows["accelz-b"].reason
+    assert rows["accelz-a"].status is rows["accelz-b"].status is Status.BROKEN
+    assert "accelz-a provides 'foo' too; uninstall one" in rows["accelz-b"].reason
+
+
+def test_nobody_takes_a_first_partys_place(site: Path) -> None:
+    install(site, "cpu", good("cpu", 900), distribution="aaa-cpu")
+    install(site, "aaa", good("aaa", 0))
+    rows = list_backends({})
+    first = best(rows)
+    assert first is not None
+    assert first.distribution == "accelz-cpu", "by neither the alphabet nor the priority of its own"
+    assert ties(rows) == ["aaa"]
+    assert next(row for row in rows if row.distribution == "aaa-cpu").status is Status.BROKEN
+
+
+SPOILERS = {
+    "hangs_at_import": ("import time; time.sleep(99)", "importing it did not return within 0.3 s"),
+    "hangs_in_c": (
+        good("hangs_in_c").replace("Probe(True", "__import__('signal').pause() or Probe(True"),
+        "its probe did not return within 0.3 s",
+    ),
+    "leaves_a_child": (
+        "import os, time\nos.fork() or time.sleep(99)\ntime.sleep(99)",
+        "importing it did not return within 0.3 s",
+    ),
+    "crashes_at_import": ("import ctypes; ctypes.string_at(0)", "importing it crashed with SIGSEGV"),
+    "crashes": (
+        good("crashes").replace("Probe(True", "__import__('os').abort() or Probe(True"),
+        "its probe crashed with SIGABRT",
+    ),
+    "exits": ("import os; os._exit(3)", "importing it ended the process with code 3"),
+    "interrupts": ("raise KeyboardInterrupt", "KeyboardInterrupt:"),
+    "closes_everything": ("import os; os.closerange(0, 999)", "importing it ended the process with code 0"),
+    "talks": (
+        "raise ImportError('\\x1b[2Jone\\ntwo ' + 'x' * 9999)",
+        f"ImportError: [2Jone two {'x' * 276} …",
+    ),
+}
+
+
+def test_what_hangs_or_crashes_is_named_and_the_others_work(
+    site: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCELZ_PATIENCE", "0.03")
+    for name, (source, _) in SPOILERS.items():
+        install(site, name, source)
+    install(site, "sound", good("sound"))
+    rows = _rows()
+    assert rows["sound"].status is rows["cpu"].status is Status.AVAILABLE
+    assert {name: rows[name].reason for name in SPOILERS} == {
+        n: reason for n, (_, reason) in SPOILERS.items()
+    }
+    assert {rows[name].status for name in SPOILERS} == {Status.BROKEN}
+
+
+def test_where_no_process_can_be_made_backends_are_asked_here(
+    site: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full() -> int:
+        raise BlockingIOError("no more processes")
+
+    monkeypatch.setattr("os.fork", full)
+    install(site, "foo", good("foo", available=False, reason="no foo"))
+    rows = _rows()
+    assert (rows["foo"].status, rows["foo"].reason) == (Status.UNAVAILABLE, "no foo")
+    assert rows["cpu"].status is Status.AVAILABLE
+
+
+def test_entry_points_that_cannot_be_read_are_one_row(site: Path) -> None:
+    install(site, "foo", good("foo"))
+    (site / "accelz_foo-1.0.dist-info/entry_points.txt").write_text("[accelz.backends]\nfoo\n")
+    install(site, "bar", good("bar"))
+    rows = _rows()
+    assert rows["bar"].status is Status.AVAILABLE
+    assert rows["accelz-foo"].status is Status.BROKEN
+    assert "its entry_points.txt cannot be read" in rows["accelz-foo"].reason
 
 
 def test_a_disabled_name_that_nobody_has_is_told(site: Path) -> None:

@@ -71,6 +71,12 @@ def test_a_broken_backend_is_passed_over_unless_it_is_asked_for(tmp_path: Path) 
             "Available: cpu{sim}. Did you mean 'cpu'?",
         ),
         (
+            {"ACCELZ_DEVICE": "off:1"},
+            "no backend called 'off:1' is installed. Installed: cpu (available), off (unavailable){sim}. "
+            "Available: cpu{sim}. ACCELZ_DEVICE names a backend and no device number: write off. Each "
+            "process takes the device of its local rank",
+        ),
+        (
             {"ACCELZ_DEVICE": "off"},
             "backend 'off' (accelz-off) cannot be used here: no such device.",
         ),
@@ -107,6 +113,22 @@ def test_a_load_that_fails_names_the_backend(tmp_path: Path, load: str, expected
     error = _last(python(tmp_path, CURRENT, ACCELZ_DEVICE="foo").stderr)
     assert error.startswith("accelz.errors.BackendError: backend 'foo'")
     assert expected in error
+
+
+def test_two_backends_with_one_name_are_refused(tmp_path: Path) -> None:
+    install(tmp_path, "cpu", good("cpu"), distribution="aaa-cpu")
+    said = _last(python(tmp_path, CURRENT, ACCELZ_DEVICE="cpu").stderr)
+    assert "SelectionError: 'cpu' is the name of two backends, of aaa-cpu and accelz-cpu" in said
+    assert python(tmp_path, CURRENT).stdout == "cpu\n"
+
+
+def test_a_tie_is_told(tmp_path: Path) -> None:
+    install(tmp_path, "foo", good("foo", 0))
+    done = python(tmp_path, CURRENT)
+    assert done.stdout == "cpu\n"
+    assert (
+        "the backends cpu, foo are available with one priority, 0, and cpu is used; set ACCEL" in done.stderr
+    )
 
 
 def test_use_selects_and_a_second_choice_is_an_error(tmp_path: Path) -> None:

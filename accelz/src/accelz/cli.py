@@ -34,6 +34,7 @@ WIDTH = 110
 UNLIMITED = 10_000
 """Columns when stdout is not a terminal: piped output is never cut."""
 MOST_SECONDS = 1e6
+STDOUT, STDERR = 1, 2
 STYLES = {
     "available": "green",
     "unavailable": "yellow",
@@ -61,9 +62,17 @@ def clean(command: Callable[..., None]) -> Callable[..., None]:
 
 @contextlib.contextmanager
 def quiet_stdout() -> Iterator[None]:
-    """Send to stderr what backends print while they are asked: stdout is for the answer alone."""
-    with contextlib.redirect_stdout(sys.stderr):
-        yield
+    """Send to stderr what backends print while they are asked, also from C: stdout is for the answer."""
+    sys.stdout.flush()
+    kept = os.dup(STDOUT)
+    try:
+        os.dup2(STDERR, STDOUT)
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        sys.stderr.flush()
+        os.dup2(kept, STDOUT)
+        os.close(kept)
 
 
 @app.callback(invoke_without_command=True)
@@ -76,19 +85,23 @@ def main(version: Annotated[bool, typer.Option("--version", help="Print the vers
 @app.command("list")
 @clean
 def list_(as_json: AsJson = False) -> None:
-    """Installed backends, which one would be chosen, and why not the others."""
+    """Installed backends, which one would be chosen, and why not the others.
+
+    Exits with 1 if none would be.
+    """
     with quiet_stdout():
         rows = list_backends()
     choice, why = choose(rows)
     if as_json:
         _print_json({"selected": choice, "why": why, "environment": _environment(),
                      "backends": [_row_dict(r, choice) for r in rows]})  # fmt: skip
-        return
+        raise typer.Exit(0 if choice else 1)
     console = Console(width=None if sys.stdout.isatty() else UNLIMITED)
     console.print(_backend_table(rows, choice))
     for name, value in _environment().items():
         console.print(f"{name}={value}", style="cyan", highlight=False)
     console.print(f"selected: {choice or 'none'} ({why})", highlight=False, markup=False)
+    raise typer.Exit(0 if choice else 1)
 
 
 def choose(rows: list[BackendRow]) -> tuple[str | None, str]:
@@ -97,10 +110,16 @@ def choose(rows: list[BackendRow]) -> tuple[str | None, str]:
     if not wanted:
         best = discovery.best(rows)
         reason = f"the highest priority of those available, {best.priority}" if best else "none is available"
+        if tied := discovery.ties(rows):
+            reason += f", as that of {', '.join(tied)}: ACCELZ_DEVICE decides between them"
         return (best.name if best else None), reason
-    row = next((r for r in rows if r.name == wanted), None)
-    if row is None:
+    meant = [r for r in rows if r.name == wanted]
+    if not meant:
         return None, f"ACCELZ_DEVICE={wanted} is not installed. {discovery.how_to_have(wanted)}"
+    if len(meant) > 1:
+        owners = " and ".join(r.distribution for r in meant)
+        return None, f"ACCELZ_DEVICE={wanted} is the name of two backends, of {owners}: uninstall one of them"
+    (row,) = meant
     if row.status is not Status.AVAILABLE:
         return None, f"ACCELZ_DEVICE={wanted} is {row.status.value}: {row.reason}"
     return wanted, f"ACCELZ_DEVICE={wanted}"
@@ -262,7 +281,9 @@ def _backend_table(rows: list[BackendRow], choice: str | None) -> Table:
         status = Text(facts["status"], style=STYLES[facts["status"]])
         priority = "" if row.priority is None else str(row.priority)
         mark = "→" if facts["selected"] else ""
-        table.add_row(mark, row.name, row.distribution, row.version, status, priority, Text(row.reason))
+        broken = row.status is Status.BROKEN  # it keeps to one line; the whole is in --json
+        reason = Text(row.reason, no_wrap=broken, overflow="ellipsis" if broken else None)
+        table.add_row(mark, row.name, row.distribution, row.version, status, priority, reason)
     return table
 
 
@@ -355,7 +376,10 @@ def _remark(row: dict[str, Any], failures: list[dict[str, Any]]) -> str:
 
 
 def _print_json(value: Any) -> None:
-    print(json.dumps(value, indent=2))
+    """Print the answer. What backends print after it, when the process ends, goes to stderr."""
+    print(json.dumps(value, indent=2), flush=True)
+    if sys.stdout is sys.__stdout__:
+        os.dup2(STDERR, STDOUT)
 
 
 if __name__ == "__main__":

@@ -1,29 +1,38 @@
-"""Finding backends: reads the entry points of the group `accelz.backends`, each in its own try.
+"""Finding backends: reads the entry points of the group `accelz.backends`, and asks each for its state.
 
 A backend that cannot be imported, was written for another API version, repeats a name or has a probe that
-raises becomes a row with the reason. It never makes anything else crash.
+raises, hangs or crashes becomes a row with the reason. It never keeps another from being used: each is first
+imported and probed in a child process, and here only if that went well.
 """
 
 from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
-from importlib.metadata import EntryPoint, entry_points
+from functools import partial
+from importlib.metadata import Distribution, EntryPoint, distributions
 from types import ModuleType
 from typing import Any
 
 import pluggy
 
-from accelz import hooks
+from accelz import apart, hooks
 from accelz.errors import BackendError
 from accelz.hooks import API_VERSION, ENTRY_POINT_GROUP, PROJECT, BackendDescriptor, Probe
+from accelz.patience import patience
 from accelz.ranks import machine
 
 FIRST_PARTY = ("cpu", "cuda", "hpu", "xpu")
 """Names whose distributions are published together with this one, as accelz-NAME."""
+
+PROBE_SECONDS = 10.0
+"""What importing a plugin and its probe may take each; ACCELZ_PATIENCE multiplies it."""
+IMPORT, PROBE = "importing it", "its probe"
+LONGEST_REASON = 300
 
 
 class Status(str, Enum):
@@ -54,27 +63,71 @@ def list_backends(environ: Mapping[str, str] | None = None) -> list[BackendRow]:
     """
     disabled = disabled_names(os.environ if environ is None else environ)
     _warn_of_unknown(disabled)
-    rows = [inspect(entry, disabled) for entry in installed()]
+    rows = [*inspect(installed(), disabled), *_unreadable()]
     return sorted(_mark_duplicates(rows), key=_rank)
 
 
 def best(rows: Iterable[BackendRow]) -> BackendRow | None:
     """The backend to use when none is asked for: the first available one with priority 0 or more."""
-    fit = (r for r in rows if r.status is Status.AVAILABLE and r.priority is not None and r.priority >= 0)
-    return next(fit, None)
+    return next(_fit(rows), None)
+
+
+def ties(rows: Iterable[BackendRow]) -> list[str]:
+    """The names of those that could be used as well as the `best` one: first-party backends come first, and
+    then the alphabet decides."""
+    fit = list(_fit(rows))
+    return [row.name for row in fit[1:] if row.priority == fit[0].priority]
+
+
+def _fit(rows: Iterable[BackendRow]) -> Iterator[BackendRow]:
+    return (r for r in rows if r.status is Status.AVAILABLE and r.priority is not None and r.priority >= 0)
 
 
 def installed(name: str | None = None) -> list[EntryPoint]:
     """Return the entry points of all backends, or of those called `name`, in a fixed order. Imports none."""
-    found = entry_points(group=ENTRY_POINT_GROUP)
+    found: list[EntryPoint] = []
+    for distribution in _declaring():
+        try:
+            found += distribution.entry_points.select(group=ENTRY_POINT_GROUP)
+        except Exception:  # one distribution's file is not the others' failure: see `_unreadable`
+            continue
     return sorted(
         (e for e in found if name is None or e.name == name), key=lambda e: (e.name, _distribution(e))
     )
 
 
+def _declaring() -> list[Distribution]:
+    """The installed distributions that declare backends; of two of one name, the one that Python imports."""
+    found: dict[str, Distribution] = {}
+    for distribution in distributions():
+        try:
+            declares = ENTRY_POINT_GROUP in (distribution.read_text("entry_points.txt") or "")
+        except Exception:
+            continue
+        if declares:
+            found.setdefault(_normalized(str(distribution.name)), distribution)
+    return list(found.values())
+
+
+def _unreadable() -> Iterator[BackendRow]:
+    for distribution in _declaring():
+        try:
+            distribution.entry_points  # noqa: B018
+        except Exception as error:
+            name = str(distribution.name)
+            reason = f"its entry_points.txt cannot be read: {_one_line(error)}"
+            yield BackendRow(name, name, str(distribution.version), Status.BROKEN, reason)
+
+
 def how_to_have(name: str) -> str:
     """What to do about a name that no installed backend has: a misspelling, or a package to install."""
     known = sorted({*FIRST_PARTY, *(entry.name for entry in installed())})
+    if ":" in name:
+        return (
+            f"ACCELZ_DEVICE names a backend and no device number: write {name.partition(':')[0]}. Each "
+            "process takes the device of its local rank, which torchrun sets (LOCAL_RANK); which devices it "
+            "sees is up to the vendor's own variable"
+        )
     if name in FIRST_PARTY:
         return f"To add it: pip install accelz-{name}"
     near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.7)  # "gpu" is not meant as "xpu"
@@ -98,20 +151,42 @@ def _warn_of_unknown(disabled: Iterable[str]) -> None:
         )
 
 
-def inspect(entry: EntryPoint, disabled: Iterable[str] = ()) -> BackendRow:
-    """Load one backend's descriptor and call its probe."""
-    if entry.name in disabled:
-        return _row(entry, Status.DISABLED, "switched off by ACCELZ_DISABLE")
+def inspect(entries: Sequence[EntryPoint], disabled: Iterable[str] = ()) -> list[BackendRow]:
+    """Import each backend's plugin and call its probe, first in a child process, with a limit on its time."""
+    asked = [entry for entry in entries if entry.name not in disabled]
+    found = apart.answers([partial(_ask, entry) for entry in asked], PROBE_SECONDS * patience())
+    rows = [_row(e, Status.DISABLED, "switched off by ACCELZ_DISABLE") for e in entries if e not in asked]
+    return rows + [_inspected(entry, answer) for entry, answer in zip(asked, found, strict=True)]
+
+
+def _ask(entry: EntryPoint, say: apart.Say) -> dict[str, Any]:
+    """In the child process: a status and its reason, and whether the plugin could be imported."""
+    imported = False
     try:
+        say(IMPORT)
         descriptor = read_descriptor(entry)
+        imported = True
+        say(PROBE)
+        probe = _checked_probe(descriptor.probe())
+        status = Status.AVAILABLE if probe.available else Status.UNAVAILABLE
+        reason = probe.reason
+    except BaseException as error:
+        status = Status.BROKEN
+        reason = f"{'probe failed: ' if imported else ''}{_one_line(error)}"
+    return {"imported": imported, "status": status.value, "reason": reason}
+
+
+def _inspected(entry: EntryPoint, answer: dict[str, Any] | apart.Lost) -> BackendRow:
+    if isinstance(answer, apart.Lost):
+        imported, status, reason = answer.at == PROBE, Status.BROKEN, f"{answer.at} {answer.how}"
+    else:
+        imported, status, reason = answer["imported"], Status(answer["status"]), answer["reason"]
+    if not imported:
+        return _row(entry, Status.BROKEN, reason)
+    try:
+        return _row(entry, status, reason, read_descriptor(entry))
     except (Exception, SystemExit) as error:
         return _row(entry, Status.BROKEN, _one_line(error))
-    try:
-        probe = _checked_probe(descriptor.probe())
-    except (Exception, SystemExit) as error:
-        return _row(entry, Status.BROKEN, f"probe failed: {_one_line(error)}", descriptor)
-    status = Status.AVAILABLE if probe.available else Status.UNAVAILABLE
-    return _row(entry, status, probe.reason, descriptor)
 
 
 def read_descriptor(entry: EntryPoint) -> BackendDescriptor:
@@ -181,35 +256,51 @@ def _checked(entry: EntryPoint, descriptor: object) -> BackendDescriptor:
 
 
 def _mark_duplicates(rows: list[BackendRow]) -> list[BackendRow]:
-    seen: dict[str, BackendRow] = {}
+    """Of backends with one name none is used, except a first-party one."""
     result = []
     for row in rows:
-        first = seen.setdefault(row.name, row)
-        if first is not row and row.status is not Status.DISABLED:
-            reason = (
-                f"duplicate name: {first.distribution} already provides {row.name!r}; uninstall one of them"
-            )
-            row = BackendRow(row.name, row.distribution, row.version, Status.BROKEN, reason, row.priority)
+        others = [r.distribution for r in rows if r.name == row.name and r is not row]
+        if others and row.status is not Status.DISABLED and not _is_first_party(row):
+            reason = f"duplicate name: {', '.join(others)} provides {row.name!r} too; uninstall one of them"
+            row = replace(row, status=Status.BROKEN, reason=reason, descriptor=None)
         result.append(row)
     return result
 
 
-def _rank(row: BackendRow) -> tuple[int, str, str]:
-    return (-(row.priority if row.priority is not None else -(10**9)), row.name, row.distribution)
+def _is_first_party(row: BackendRow) -> bool:
+    return row.name in FIRST_PARTY and _normalized(row.distribution) == f"accelz-{row.name}"
+
+
+def _rank(row: BackendRow) -> tuple[int, bool, str, str]:
+    priority = row.priority if row.priority is not None else -(10**9)
+    return (-priority, not _is_first_party(row), row.name, row.distribution)
 
 
 def _row(
     entry: EntryPoint, status: Status, reason: str, descriptor: BackendDescriptor | None = None
 ) -> BackendRow:
-    version = entry.dist.version if entry.dist else "?"
+    version = str(entry.dist.version) if entry.dist else "?"
     priority = descriptor.priority if descriptor else None
-    return BackendRow(entry.name, _distribution(entry), version, status, reason, priority, descriptor)
+    line = _plain(reason)
+    if status is Status.BROKEN and len(line) > LONGEST_REASON:
+        line = f"{line[:LONGEST_REASON]} …"
+    return BackendRow(entry.name, _distribution(entry), version, status, line, priority, descriptor)
 
 
 def _distribution(entry: EntryPoint) -> str:
-    return entry.dist.name if entry.dist else "?"
+    return str(entry.dist.name) if entry.dist else "?"
+
+
+def _normalized(distribution: str) -> str:
+    """A distribution's name as installers compare it."""
+    return re.sub(r"[-_.]+", "-", distribution).lower()
+
+
+def _plain(text: str) -> str:
+    """In one line, without what would steer a terminal."""
+    return "".join(c for c in " ".join(text.split()) if c.isprintable())
 
 
 def _one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split())
+    text = _plain(str(error))
     return text if isinstance(error, BackendError) else f"{type(error).__name__}: {text}"

@@ -79,7 +79,12 @@ def load_named(name: str, environ: Mapping[str, str]) -> Accelerator:
     entries = discovery.installed(name)
     if not entries:
         raise BackendNotFoundError(f"no backend called {name!r} is installed. {_advice(name, environ)}")
-    row = discovery.inspect(entries[0])
+    if len(entries) > 1:
+        owners = " and ".join(entry.dist.name if entry.dist else entry.value for entry in entries)
+        raise SelectionError(
+            f"{name!r} is the name of two backends, of {owners}, and says not which is meant: uninstall one"
+        )
+    (row,) = discovery.inspect(entries)
     if row.status is Status.BROKEN:
         raise BackendError(f"backend {name!r} ({row.distribution}) is broken: {row.reason}")
     if row.status is Status.UNAVAILABLE:
@@ -98,6 +103,7 @@ def _choose(environ: Mapping[str, str]) -> Accelerator:
     _warn_missing(rows)
     _warn_broken(rows)
     if row := discovery.best(rows):
+        _warn_of_ties(row, rows)
         return _load(row)
     unasked = " or ".join(f"ACCELZ_DEVICE={r.name}" for r in rows if r.status is Status.AVAILABLE)
     hint = f"Available only on request: {unasked}. " if unasked else ""
@@ -157,6 +163,15 @@ def _warn_broken(rows: list[BackendRow]) -> None:
                 "ACCELZ_DEVICE, or ACCELZ_DISABLE to skip it without this warning)",
                 stacklevel=4,
             )
+
+
+def _warn_of_ties(chosen: BackendRow, rows: list[BackendRow]) -> None:
+    if others := discovery.ties(rows):
+        machine.warn(
+            f"the backends {', '.join([chosen.name, *others])} are available with one priority, "
+            f"{chosen.priority}, and {chosen.name} is used; set ACCELZ_DEVICE to the one that is meant",
+            stacklevel=4,
+        )
 
 
 def _advice(name: str | None, environ: Mapping[str, str]) -> str:

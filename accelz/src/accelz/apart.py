@@ -1,0 +1,134 @@
+"""Calls of other people's code that may hang or crash, made in a forked child of this process.
+
+One child makes all calls in turn. Where it hangs or dies, the call at hand is lost, and another child goes on
+with the next; so the usual case costs one fork, which takes milliseconds.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import json
+import os
+import select
+import signal
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+Say = Callable[[str], None]
+"""How a call says what it does next."""
+Call = Callable[[Say], Any]
+"""A call: its result is JSON, and it raises nothing."""
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A call without an answer. at: what it said last. how: what became of its process."""
+
+    at: str
+    how: str
+
+
+def answers(calls: Sequence[Call], limit: float) -> list[Any]:
+    """The answer of each call, or a `Lost`. limit: seconds that may pass between what it says."""
+    found: list[Any] = []
+    while len(found) < len(calls):
+        left = calls[len(found) :]
+        found += _of_child(left, limit) or [call(lambda _: None) for call in left]
+    return found
+
+
+def _of_child(calls: Sequence[Call], limit: float) -> list[Any]:
+    """The answers that one child gives, of which the last may be a `Lost`; none where it cannot be made."""
+    reader, writer = os.pipe()
+    try:
+        child = _fork()
+        if child == 0:
+            _answer(calls, writer)
+    except (AttributeError, OSError):  # no such call, or no room for another process
+        os.close(reader)
+        return []
+    finally:
+        os.close(writer)
+    try:
+        return list(_collected(reader, child, len(calls), limit))
+    finally:
+        os.close(reader)
+        _end(child)
+
+
+def _fork() -> int:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # the child starts no threads and takes no locks
+        return os.fork()
+
+
+def _answer(calls: Sequence[Call], writer: int) -> NoReturn:
+    """The child: nothing that it prints is seen, and nothing of its parent's is ended by its end."""
+    try:
+        gc.disable()  # what the parent has dropped is not the child's to free
+        faulthandler.disable()  # a crash is an answer here
+        os.setsid()  # so that what it starts can be ended with it
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        for stream in range(3):
+            os.dup2(nowhere, stream)
+        for call in calls:
+            _tell(writer, answer=call(lambda at: _tell(writer, at=at)))
+    finally:
+        os._exit(0)
+
+
+def _tell(writer: int, **fact: Any) -> None:
+    with os.fdopen(os.dup(writer), "w") as pipe:
+        pipe.write(json.dumps(fact) + "\n")
+
+
+def _collected(reader: int, child: int, count: int, limit: float) -> Iterator[Any]:
+    at, rest = "", b""
+    while count:
+        deadline = time.monotonic() + limit
+        while b"\n" not in rest:
+            part = _read(reader, deadline)
+            if not part:
+                yield Lost(at, f"did not return within {limit:g} s" if part is None else _how_it_ended(child))
+                return
+            rest += part
+        line, _, rest = rest.partition(b"\n")
+        fact = json.loads(line)
+        if "at" in fact:
+            at = fact["at"]
+        else:
+            count -= 1
+            yield fact["answer"]
+
+
+def _read(reader: int, deadline: float) -> bytes | None:
+    """What the child has written; nothing at its end, and None at the deadline."""
+    ready = select.poll()
+    ready.register(reader, select.POLLIN)
+    left = max(0.0, deadline - time.monotonic())
+    return os.read(reader, 1 << 16) if ready.poll(left * 1000) else None
+
+
+def _how_it_ended(child: int) -> str:
+    """What has become of the child, whose end of the pipe is closed."""
+    try:
+        end = os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)  # so the number stays the child's
+    except ChildProcessError:  # SIGCHLD is ignored in this process, so nobody knows
+        end = None
+    if end is None or end.si_code == os.CLD_EXITED:
+        return f"ended the process{f' with code {end.si_status}' if end else ''}"
+    return f"crashed with {signal.Signals(end.si_status).name}"
+
+
+def _end(child: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(child, signal.SIGKILL)
+    with suppress(ProcessLookupError):
+        os.kill(child, signal.SIGKILL)  # where it has not come to have a group
+    with suppress(ChildProcessError):
+        os.waitpid(child, 0)
