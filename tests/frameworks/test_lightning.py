@@ -201,10 +201,10 @@ def face_body(context: Context) -> None:
     assert module.device == trainer.strategy.engine.device
     assert trainer.accelerator.get_device_stats(module.device)["memory.capacity"] > 0
     trainer_of("zero").test(module, loader(), verbose=False)  # another Trainer finds the engine
-    with pytest.raises(zero.UsageError, match="has been fitted"):
-        trainer.fit(module, loader())
     with pytest.raises(zero.ConfigError, match="accumulate_grad_batches"):
         ZeroStrategy(zero.Config(gradient_accumulation_steps=2))
+    with pytest.raises(zero.ConfigError, match="takes no find_unused_parameters"):
+        ZeroStrategy(find_unused_parameters=True)
     with pytest.raises(zero.UsageError, match="devices and num_nodes make 3"):
         trainer_of("zero", devices=3).fit(Module(), loader())
 

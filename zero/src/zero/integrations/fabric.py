@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from lightning.fabric.accelerators import ACCELERATOR_REGISTRY, Accelerator
-from lightning.fabric.plugins import ClusterEnvironment, MixedPrecision, Precision
+from lightning.fabric.plugins import ClusterEnvironment, MixedPrecision
 from lightning.fabric.strategies import STRATEGY_REGISTRY, DDPStrategy
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from torch import Tensor, nn
@@ -43,6 +43,8 @@ PRIVATE_NAMES = (
 
 NAME = "zero"
 DEVICE_NAME = "accelz"
+PARTS = {"accelerator", "cluster_environment", "precision", "precision_plugin"}
+"""What a strategy's constructor takes of Lightning."""
 REST = "lightning"
 """The key under which a checkpoint has, as torch.save's bytes, what is neither model nor optimizer."""
 
@@ -89,29 +91,41 @@ class AccelzAccelerator(Accelerator):
         return DEVICE_NAME
 
 
-class ZeroStrategy(DDPStrategy):
+class OnAccelz:
+    """What Fabric's strategy and the Trainer's have in common; comes before Lightning's class.
+
+    parts: `accelerator`, `cluster_environment`, and `precision` or, of the Trainer's, `precision_plugin`;
+        Lightning sets those that are not given. Raises ConfigError for other names, and for settings of the
+        config that Lightning itself has.
+    """
+
+    def __init__(self, config: Config | None = None, **parts: Any) -> None:
+        self.config = checked(config)
+        if others := sorted(parts.keys() - PARTS):
+            raise ConfigError(f"ZeroStrategy takes no {', '.join(others)}: settings are zero.Config's")
+        timeout = timedelta(seconds=self.config.timeout)
+        super().__init__(timeout=timeout, **parts)  # type: ignore[call-arg]  # of Lightning's class
+
+    @property
+    def root_device(self) -> torch.device:
+        known: Any = super()
+        return accelz.current().device if torch.distributed.is_initialized() else known.root_device
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Any:
+        known: Any = super()
+        return by_way_of_host(known.all_gather, tensor, group=group, sync_grads=sync_grads)
+
+
+class ZeroStrategy(OnAccelz, DDPStrategy):
     """`Fabric(strategy=ZeroStrategy(zero.Config(...)))`: models are sharded as the config says.
 
     `fabric.setup(model, *optimizers)` shards; `engine_of(model)` then gives the engine, for what Fabric has
     no call for. Gradients are averaged over ranks and add up until `optimizer.zero_grad()`, as in
-    DistributedDataParallel. Raises ConfigError for settings that Fabric itself has.
+    DistributedDataParallel. See `OnAccelz` for what it takes and raises.
     """
 
-    def __init__(
-        self,
-        config: Config | None = None,
-        *,
-        accelerator: Accelerator | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
-        precision: Precision | None = None,
-    ) -> None:
-        self.config = checked(config)
-        super().__init__(
-            accelerator=accelerator,
-            cluster_environment=cluster_environment,
-            precision=precision,
-            timeout=timedelta(seconds=self.config.timeout),
-        )
+    def __init__(self, config: Config | None = None, **parts: Any) -> None:
+        super().__init__(config, **parts)
         self._backward_sync_control = _NoSync(self)
         self._engines: list[Engine] = []
         self._parameters: dict[Optimizer, list[nn.Parameter]] = {}
@@ -127,10 +141,6 @@ class ZeroStrategy(DDPStrategy):
         )
 
     # -- setting up ------------------------------------------------------------------------------------
-
-    @property
-    def root_device(self) -> torch.device:
-        return accelz.current().device if torch.distributed.is_initialized() else super().root_device
 
     def setup_environment(self) -> None:
         assert self.cluster_environment is not None
@@ -181,9 +191,6 @@ class ZeroStrategy(DDPStrategy):
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         return by_way_of_host(super().all_reduce, tensor, group=group, reduce_op=reduce_op)
-
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Any:
-        return by_way_of_host(super().all_gather, tensor, group=group, sync_grads=sync_grads)
 
     # -- training --------------------------------------------------------------------------------------
 

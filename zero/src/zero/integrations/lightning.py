@@ -11,16 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
-from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator, AcceleratorRegistry
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
-from lightning.pytorch.plugins import AsyncCheckpointIO, MixedPrecision, Precision
+from lightning.pytorch.plugins import AsyncCheckpointIO, MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
@@ -36,8 +33,8 @@ from zero.integrations.fabric import (
     DEVICE_NAME,
     NAME,
     REST,
+    OnAccelz,
     by_way_of_host,
-    checked,
     clip_values,
     convert,
     join_job,
@@ -70,7 +67,7 @@ class AccelzAccelerator(fabric.AccelzAccelerator, Accelerator):
         return {f"memory.{name}": value for name, value in vars(stats).items()}
 
 
-class ZeroStrategy(DDPStrategy):
+class ZeroStrategy(OnAccelz, DDPStrategy):
     """`Trainer(strategy=ZeroStrategy(zero.Config(...)))`: the module is sharded as the config says.
 
     `engine` is what trains it, for what the Trainer has no call for. Gradients are averaged over ranks, as in
@@ -79,21 +76,8 @@ class ZeroStrategy(DDPStrategy):
     settings that the Trainer itself has.
     """
 
-    def __init__(
-        self,
-        config: Config | None = None,
-        *,
-        accelerator: Accelerator | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
-        precision_plugin: Precision | None = None,
-    ) -> None:
-        self.config = checked(config)
-        super().__init__(
-            accelerator=accelerator,
-            cluster_environment=cluster_environment,
-            precision_plugin=precision_plugin,
-            timeout=timedelta(seconds=self.config.timeout),
-        )
+    def __init__(self, config: Config | None = None, **parts: Any) -> None:
+        super().__init__(config, **parts)
         self._parameters: dict[Optimizer, list[nn.Parameter]] = {}
         self._frozen: list[nn.Parameter] = []
         self._fits = self._failed = False
@@ -107,10 +91,6 @@ class ZeroStrategy(DDPStrategy):
         return engine
 
     # -- setting up ------------------------------------------------------------------------------------
-
-    @property
-    def root_device(self) -> torch.device:
-        return accelz.current().device if torch.distributed.is_initialized() else super().root_device
 
     def setup_environment(self) -> None:
         assert self.cluster_environment is not None
@@ -142,7 +122,6 @@ class ZeroStrategy(DDPStrategy):
                 self._layer_sync.apply(module)
         if self._fits:
             _check_callbacks(trainer)
-            self._check_not_fitted(there)
             self.setup_optimizers(trainer)
             self._parameters = {each: parameters_of(each) for each in self.optimizers}
             self._redirect(module)
@@ -152,13 +131,6 @@ class ZeroStrategy(DDPStrategy):
         elif optimizers is not None:
             there.attach(optimizers)
         self.setup_precision_plugin()
-
-    def _check_not_fitted(self, engine: Engine | None) -> None:
-        if engine is not None and engine.optimizer.param_groups:
-            raise UsageError(
-                f"this {type(self.lightning_module).__name__} has been fitted, and keeps its optimizers: to "
-                "train on, give a new one and a checkpoint to trainer.fit(module, ckpt_path=...)"
-            )
 
     def _redirect(self, module: LightningModule) -> None:
         """Give what looks for parameters in optimizers the model's: they have this rank's slices of them."""
@@ -175,9 +147,6 @@ class ZeroStrategy(DDPStrategy):
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         return by_way_of_host(super().reduce, tensor, group=group, reduce_op=reduce_op)
-
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Any:
-        return by_way_of_host(super().all_gather, tensor, group=group, sync_grads=sync_grads)
 
     # -- steps -----------------------------------------------------------------------------------------
 
@@ -288,8 +257,11 @@ class ZeroStrategy(DDPStrategy):
         if storage_options is not None:
             raise ConfigError("storage_options: checkpoints of sharded models are written to a file system")
         background = isinstance(self.checkpoint_io, AsyncCheckpointIO)
+        path = Path(self.broadcast(filepath))
+        if path.name.startswith("."):  # the Tuner's, which it removes: `latest` is to go with it
+            path = path / "saved"
         self.engine.save_checkpoint(
-            self.broadcast(filepath),
+            path,
             {REST: packed(checkpoint)},
             rank_state={"average": averaged.average} if averaged and averaged.average else None,
             async_=background,
