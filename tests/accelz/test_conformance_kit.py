@@ -15,6 +15,7 @@ import torch
 from accelz import Capabilities, MemoryStats, NullStreams
 from accelz.conformance import grouping
 from accelz.conformance.contract import ROLES, ContractBroken, checked
+from accelz.conformance.marks import WITH_DUTIES
 from accelz.conformance.test_descriptor import DescriptorContract
 from accelz.conformance.test_flat_buffers import FlatBufferContract
 from accelz.conformance.test_leaks import NBYTES, Leaks
@@ -35,18 +36,19 @@ UNDECLARED = {
         "storage_resize": "storage_can_be",
         "host_data_assignment": "takes_host_data",
         "async_collectives": "return_at_once",
-        "lazy_graph": "flush_runs",
         "dtype bfloat16": "matrix_products",
     },
     "modest(on_sim=True)": {
-        "streams": "several_queues",
         "pinned_host_memory": "memory_is_pinned",
         "storage_resize": "storage_can_be",
-        "exact_memory": "allocated_is_exact",
+        "compile aot_eager": "model_is_compiled",
         "dtype float64": "matrix_products",
     },
 }
 """What works although nobody declares it, and the test that finds it, by the double that keeps it quiet."""
+
+DUTIES = ("several_queues", "flush_runs", "allocated_is_exact")
+"""The tests that prove `WITH_DUTIES`, which pass on the doubles."""
 
 DESCRIPTOR_LIES = {
     "imports torch": ("imports_no_device", "import torch\n" + good("liar"), "accelz_backend: ", "torch"),
@@ -131,7 +133,9 @@ def round_report(tmp_path_factory: pytest.TempPathFactory) -> Any:
         folder = tmp_path_factory.mktemp("liar")
         install(folder, "liar", LIAR.format(call=call))
         tests = (
-            UNDECLARED[call].values() if call in UNDECLARED else {lie.test for lie in CALLS[call].values()}
+            (*UNDECLARED[call].values(), *DUTIES)
+            if call in UNDECLARED
+            else {lie.test for lie in CALLS[call].values()}
         )
         code, summary = forked.check(folder, " or ".join(sorted(tests)))
         assert code == (0 if call in UNDECLARED else 1)
@@ -155,8 +159,9 @@ def test_each_lie_is_found_and_the_method_named(round_report: Any, call: str, na
     assert all(f["contract"] and f["methods"] for f in blamed)
     states = {row["name"]: row["state"] for row in report["capabilities"]}
     for flag in lie.flags:
-        if flag != "dtypes":
+        if flag not in ("dtypes", "compile"):
             assert states[flag] == "failed"
+            assert all("\n  do:   " in f["message"] for f in blamed)
 
 
 def test_each_role_has_a_liar_of_each_kind() -> None:
@@ -188,6 +193,18 @@ def test_what_works_undeclared_is_shown_and_does_not_fail(round_report: Any, cal
     assert {name for name in UNDECLARED[call] if states[name] != "works undeclared"} == set()
     assert states["dtype float32"] == "proved"
     assert states["one_device_per_process"] == "not declared"
+
+
+def test_the_kit_uses_nothing_that_is_not_declared(tmp_path: Path) -> None:
+    install(tmp_path, "liar", LIAR.format(call="without_resizing()"))
+    code, summary = forked.check(tmp_path, "do_not_fit or protects or finds_no_room")
+    assert summary["failures"] == []
+    assert code == 0
+
+
+def test_nobody_is_advised_to_declare_what_has_further_duties(round_report: Any) -> None:
+    states = {row["name"]: row["state"] for row in round_report("modest(on_sim=True)")["capabilities"]}
+    assert {states[name] for name in WITH_DUTIES} == {"not declared"}
 
 
 @pytest.mark.parametrize("lie", DESCRIPTOR_LIES)

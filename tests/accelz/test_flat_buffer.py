@@ -224,7 +224,9 @@ def test_capabilities_are_frozen_flags_and_dtypes() -> None:
     assert flags["streams"] is True
     assert "dtypes" not in flags
     assert all(isinstance(value, bool) for value in flags.values())
-    assert capabilities.dtypes == {torch.float32, torch.bfloat16}
+    assert not any(Capabilities().flags().values())
+    assert Capabilities().compile == "none"
+    assert capabilities.dtypes == {torch.float32}
     with pytest.raises(AttributeError):
         capabilities.streams = False  # type: ignore[misc]
     assert capabilities == Capabilities(streams=True)

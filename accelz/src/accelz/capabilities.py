@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Literal, get_args
 
 import torch
+
+Compilation = Literal["none", "aot_eager", "inductor"]
+COMPILATIONS: tuple[Compilation, ...] = get_args(Compilation)
+"""From the least to the most; each includes those before it."""
 
 
 @dataclass(frozen=True)
 class Capabilities:
-    """Facts about a device that an engine or a test may ask for.
+    """Facts about a device that an engine or a test may ask for. By default nothing is declared.
 
     asynchronous: operations return before the device has finished them.
     streams: the device has several ordered queues, with events to order them; otherwise null objects serve.
@@ -23,25 +28,32 @@ class Capabilities:
     1, the device's allocator hands out blocks of certain sizes, which fragment.
     one_device_per_process: a process cannot use a second device of this type.
     shared_device: several ranks may use one device at the same time, also for collectives between them.
-    dtypes: the floating-point types that kernels, matrix products and collectives support.
+    compile: what `torch.compile` does for the device. "aot_eager": graphs of forward and backward are traced
+    and run one operation at a time. "inductor": code is generated for them too.
+    dtypes: the floating-point types that kernels, matrix products and collectives support; float32 always.
     """
 
     asynchronous: bool = False
     streams: bool = False
     pinned_host_memory: bool = False
-    storage_resize: bool = True
-    host_data_assignment: bool = True
-    async_collectives: bool = True
+    storage_resize: bool = False
+    host_data_assignment: bool = False
+    async_collectives: bool = False
     lazy_graph: bool = False
     exact_memory: bool = False
     memory_granularity: int = 1
     one_device_per_process: bool = False
-    shared_device: bool = True
-    dtypes: frozenset[torch.dtype] = frozenset({torch.float32, torch.bfloat16})
+    shared_device: bool = False
+    compile: Compilation = "none"
+    dtypes: frozenset[torch.dtype] = frozenset({torch.float32})
 
     def flags(self) -> dict[str, bool]:
         """The yes/no capabilities by name."""
         return {f.name: getattr(self, f.name) for f in fields(self) if f.type in ("bool", bool)}
+
+    def compiles(self, how: Compilation) -> bool:
+        """Whether torch.compile does at least this much for the device."""
+        return COMPILATIONS.index(self.compile) >= COMPILATIONS.index(how)
 
     @property
     def counts_every_byte(self) -> bool:

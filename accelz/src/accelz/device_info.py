@@ -32,6 +32,7 @@ def facts(accelerator: Accelerator) -> dict[str, Any]:
         "device": str(accelerator.device),
         "device_count": accelerator.device_count(),
         "capabilities": accelerator.capabilities.flags(),
+        "compile": accelerator.capabilities.compile,
         "dtypes": sorted(str(d).removeprefix("torch.") for d in accelerator.capabilities.dtypes),
         "memory": _memory(accelerator),
         "memory_granularity": accelerator.capabilities.memory_granularity,

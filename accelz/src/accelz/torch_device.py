@@ -38,9 +38,11 @@ TORCH_DEVICE = Capabilities(
     asynchronous=True,
     streams=True,
     pinned_host_memory=True,
+    storage_resize=True,
+    host_data_assignment=True,
+    async_collectives=True,
     exact_memory=True,
     memory_granularity=2 << 20,  # blocks of its caching allocator
-    shared_device=False,
     dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
 )
 """What a device built into torch usually has. Use `dataclasses.replace` for what differs."""

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import sys
+
 import torch
 from torch import Tensor
 
@@ -28,6 +32,12 @@ class CpuRng(Rng):
         torch.default_generator.set_state(state)
 
 
+def has_compiler() -> bool:
+    """Whether there is the C++ compiler with which Inductor compiles the code that it generates for CPUs."""
+    usual = "clang++" if sys.platform == "darwin" else "g++"
+    return shutil.which(os.environ.get("CXX") or usual) is not None
+
+
 def build() -> Accelerator:
     device = torch.device("cpu")
     keep_freed_memory()
@@ -37,7 +47,12 @@ def build() -> Accelerator:
         name="cpu",
         device=device,
         capabilities=Capabilities(
-            dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
+            storage_resize=True,
+            host_data_assignment=True,
+            async_collectives=True,
+            shared_device=True,
+            compile="inductor" if has_compiler() else "aot_eager",
+            dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64}),
         ),
         memory=ProcessMemory(),
         streams=NullStreams(),

@@ -22,7 +22,7 @@ def build() -> Accelerator:
     return TorchAccelerator(
         "cuda",
         NcclCollectives(shared),
-        capabilities=replace(TORCH_DEVICE, shared_device=shared, dtypes=dtypes),
+        capabilities=replace(TORCH_DEVICE, shared_device=shared, compile="inductor", dtypes=dtypes),
         memory=ActiveMemory(torch.cuda, "cuda", pinned=True),
         kernels=CudaKernels(),
     )

@@ -117,6 +117,7 @@ def _capabilities(lazy: bool) -> Capabilities:
         lazy_graph=lazy,
         exact_memory=False,  # the counters include workspaces of graphs
         one_device_per_process=True,
+        compile="none" if lazy else "aot_eager",
         dtypes=frozenset(dtypes),
     )
 

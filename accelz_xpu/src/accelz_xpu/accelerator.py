@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from accelz import Accelerator, BackendUnavailableError, Collectives
@@ -18,7 +20,7 @@ class XpuAccelerator(TorchAccelerator):
         super().__init__(
             "xpu",
             Collectives("cpu:gloo,xpu:xccl"),
-            capabilities=TORCH_DEVICE,
+            capabilities=replace(TORCH_DEVICE, compile="inductor"),
             memory=XpuMemory(torch.xpu, TORCH_DEVICE.pinned_host_memory),
         )
 

@@ -332,6 +332,12 @@ ROUNDS["operators"] = {
 
 SIM_ROUNDS: dict[str, dict[str, Lie]] = {
     "sim": {
+        "inductor is declared": Lie(
+            "Capabilities.compile",
+            "is_compiled[inductor",
+            flags={"compile": "inductor"},
+            said="do:   register",
+        ),
         "host data is declared": Lie(
             "Capabilities.host_data_assignment",
             "takes_host_data",

@@ -17,7 +17,7 @@ from accelz import (
 )
 from accelz_cpu.accelerator import build
 
-from .accelerators import NotARole, OwnFlush
+from .accelerators import NotARole, OwnFlush, ResizeRefused
 from .rounds import ROUNDS, SIM_ROUNDS, Lie
 from .streams import EventsHang, LateStreams
 
@@ -63,6 +63,13 @@ def modest(on_sim: bool) -> Accelerator:
         accelerator.__class__ = OwnFlush
     accelerator.name = "liar"
     accelerator.capabilities = Capabilities(**flags)  # type: ignore[arg-type]
+    return accelerator
+
+
+def without_resizing() -> Accelerator:
+    """The CPU accelerator that declares nothing and whose storages refuse to be resized, named "liar"."""
+    accelerator = modest(on_sim=False)
+    accelerator.__class__ = type("Refusing", (ResizeRefused, type(accelerator)), {})
     return accelerator
 
 

@@ -24,7 +24,7 @@ from accelz.conformance.contract import (
     rank_in_order,
     stack_of,
 )
-from accelz.conformance.marks import declares, names
+from accelz.conformance.marks import WITH_DUTIES, declares, names
 from accelz.errors import AccelzError
 
 UNDECLARED = pytest.StashKey[str]()
@@ -195,7 +195,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, Any, Any]
         if attempted:
             pytest.skip(f"not declared, and does not work here: {attempted}")
         raise
-    if attempted:
+    if attempted and attempted not in WITH_DUTIES:
         pyfuncitem.stash[UNDECLARED] = attempted
         warnings.warn(f"{attempted} works but is not declared", UndeclaredCapabilityWarning, stacklevel=1)
     return result

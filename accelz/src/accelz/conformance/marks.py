@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from accelz.capabilities import Capabilities
+from accelz.capabilities import COMPILATIONS, Capabilities, Compilation
 
 about = pytest.mark.accelz_about
 proves = pytest.mark.accelz_proves
@@ -15,6 +15,10 @@ needs = pytest.mark.accelz_needs
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """The dtypes that the kit tries; a device may declare others."""
+
+WITH_DUTIES = frozenset({"streams", "lazy_graph", "exact_memory"})
+"""Capabilities that oblige a backend to more than what the test that proves them asks: the kit advises nobody
+to declare them."""
 
 
 def names(item: pytest.Item, marker: str) -> tuple[str, ...]:
@@ -32,17 +36,36 @@ def dtype_name(dtype: torch.dtype) -> str:
     return f"dtype {str(dtype).removeprefix('torch.')}"
 
 
+def compile_name(how: Compilation) -> str:
+    """The name of the capability "torch.compile does at least this much"."""
+    return f"compile {how}"
+
+
 def declares(capabilities: Capabilities, name: str) -> bool:
-    """Whether a capability is declared; `name` is a flag's name or a `dtype_name`."""
+    """Whether a capability is declared; `name` is a flag's name, a `compile_name` or a `dtype_name`."""
     if name in capabilities.flags():
         return capabilities.flags()[name]
+    for how in COMPILATIONS[1:]:
+        if name == compile_name(how):
+            return capabilities.compiles(how)
     return any(name == dtype_name(dtype) for dtype in capabilities.dtypes)
+
+
+def not_to_declare(name: str) -> str:
+    """What to write in place of a capability that does not hold, or "" for float32, which has to."""
+    kind, _, value = name.partition(" ")
+    if kind == "compile":
+        return f"declare compile={COMPILATIONS[COMPILATIONS.index(value) - 1]!r}"
+    if kind == "dtype":
+        return "" if value == "float32" else f"leave torch.{value} out of dtypes"
+    return f"declare {name}=False"
 
 
 def every_capability(capabilities: Capabilities) -> list[str]:
     """The names of all capabilities, in the order of the report."""
     extra = sorted(dtype_name(d) for d in capabilities.dtypes if d not in FLOATS)
-    return [*capabilities.flags(), *map(dtype_name, FLOATS), *extra]
+    compilations = map(compile_name, COMPILATIONS[1:])
+    return [*capabilities.flags(), *compilations, *map(dtype_name, FLOATS), *extra]
 
 
 def over_dtypes(*dtypes: torch.dtype) -> pytest.MarkDecorator:

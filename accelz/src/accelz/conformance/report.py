@@ -17,7 +17,7 @@ from accelz import selection
 from accelz.conformance.cluster import ClusterError
 from accelz.conformance.contract import ContractBroken, missing_operator, rank_in_order
 from accelz.conformance.fixtures import UNDECLARED, number_of_ranks
-from accelz.conformance.marks import declares, every_capability, names, subjects
+from accelz.conformance.marks import declares, every_capability, names, not_to_declare, subjects
 from accelz.conformance.stubs import unwritten
 from accelz.discovery import installed
 from accelz.errors import AccelzError
@@ -197,12 +197,21 @@ def _earlier(target: Path) -> dict[str, Verdict]:
 def _finding(item: pytest.Item, error: BaseException, text: str) -> tuple[str, str]:
     """Return the method to blame for a test's error, and the message. text: pytest's own report of it."""
     if isinstance(error, (ContractBroken, ClusterError)) and error.method:
-        return error.method, str(error)
+        return error.method, _with_advice(str(error), item)
     if missing := missing_operator(error):
         operator = f"torch.{missing}"
         return operator, f"{operator}: not implemented yet on this device\n  do:   {REGISTER}"
     about = names(item, "accelz_about")
     return (about[0] if about else ""), text
+
+
+def _with_advice(message: str, item: pytest.Item) -> str:
+    """Add what to declare instead, where the test is about a declared capability and says nothing better."""
+    flags = [name for name in subjects(item) if not name.startswith("dtype")]
+    instead = next(filter(None, map(not_to_declare, (*names(item, "accelz_proves"), *flags))), "")
+    return (
+        f"{message}\n  do:   make it so, or {instead}" if instead and "\n  do:   " not in message else message
+    )
 
 
 def _result(item: pytest.Item, report: Any, finding: tuple[str, str]) -> Verdict:

@@ -21,6 +21,7 @@ CAPABILITIES = replace(
     host_data_assignment=False,  # so flat buffers are made by CopyAndShrink
     memory_granularity=1,  # no blocks: every byte is counted
     shared_device=True,  # each process simulates its own memory: ranks share only the name
+    compile="aot_eager",
     dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64}),
 )
 

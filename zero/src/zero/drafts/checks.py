@@ -100,6 +100,18 @@ def check_dtypes(prepared: Prepared, config: Config, accelerator: Accelerator) -
         )
 
 
+def check_compilation(config: Config, accelerator: Accelerator) -> None:
+    """Raise ConfigError if the device cannot do what `config.compile` asks torch.compile for."""
+    have = accelerator.capabilities.compile
+    if config.compile is None or accelerator.capabilities.compiles(config.compile.inner):
+        return
+    do = 'use Config(compile=zero.Compile(inner="aot_eager"))' if have != "none" else "leave out compile"
+    raise ConfigError(
+        f"the device {accelerator.name!r} has no {config.compile.inner} (its backend declares "
+        f"compile={have!r}); {do}"
+    )
+
+
 def check_flat_buffers(accelerator: Accelerator) -> None:
     """Raise ConfigError if the device cannot drop the bytes of flat buffers and bring them back.
 

@@ -20,6 +20,7 @@ from zero.config.training import Config, dtype_named
 from zero.drafts.aliases import check_aliases
 from zero.drafts.arrangement import arrangement
 from zero.drafts.checks import (
+    check_compilation,
     check_dtypes,
     check_equal,
     check_flat_buffers,
@@ -94,6 +95,7 @@ def initialize(
         check_aliases(model)
         prepared = prepare(model, optimizer, config, for_graphs=True)
     check_dtypes(prepared, config, accelerator)
+    check_compilation(config, accelerator)
     budgeted = config.offload.budget("optimizer") is not None
     moments = moments_of(prepared.optimizer, dtype_named(config.precision)) if budgeted else {}
 
