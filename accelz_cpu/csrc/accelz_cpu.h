@@ -16,7 +16,7 @@ extern "C" {
 #endif
 
 /* Changes whenever a signature or a meaning below does; the Python side refuses any other value. */
-enum { ACCELZ_ABI = 6 };
+enum { ACCELZ_ABI = 7 };
 
 enum { ACCELZ_FLOAT32, ACCELZ_BFLOAT16, ACCELZ_FLOAT16, ACCELZ_FLOAT64, ACCELZ_INT64, ACCELZ_INT32, ACCELZ_UINT8,
        ACCELZ_INT8, ACCELZ_FLOAT8_E4M3 };
@@ -42,13 +42,14 @@ enum { ACCELZ_CONSTANTS = 8 };
 typedef struct {
     float *master;    /* read and written, like the moments */
     const void *grad; /* of grad_dtype */
-    float *moments[2];
+    void *moments[2]; /* of moments_dtype: FLOAT32 or BFLOAT16 */
     void *weights;           /* master rounded to weights_dtype, or NULL */
     const float *step;       /* one value: the number of this step, from 1 */
     const float *grad_scale; /* one value, or NULL for 1 */
     const float *skip;       /* one value: if not 0, only weights are written; or NULL */
     size_t numel;
-    int grad_dtype, weights_dtype;
+    int grad_dtype, weights_dtype, moments_dtype;
+    int stochastic; /* if not 0, moments in BFLOAT16 are rounded up or down at random */
     double lr, sign, decay, l2; /* sign: -1 to maximise */
     double constants[ACCELZ_CONSTANTS];
 } accelz_update;

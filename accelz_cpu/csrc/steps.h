@@ -20,6 +20,56 @@ inline void prefetch_tile(const T *from) {
     for (size_t i = 0; i < TILE; i += LINE / sizeof(T)) __builtin_prefetch(from + i);
 }
 
+// As `noise_of` in accelz.updates: what is added to the bits of a new moment before those that bf16 lacks are dropped.
+// number: the step's bits times a factor.
+inline uint32_t noise_of(float moment, float master, uint32_t number) {
+    uint32_t h = bit_cast<uint32_t>(master) * 0x9e3779b1u + bit_cast<uint32_t>(moment) + number;
+    h = (h ^ (h >> 16)) * 0x85ebca6bu;
+    h = (h ^ (h >> 13)) * 0xc2b2ae35u;
+    return h >> 16;
+}
+
+inline void rounded_at_random(bf16 *__restrict output, const float *__restrict moments, const float *__restrict master,
+                              uint32_t number, size_t n) {
+    for (size_t i = 0; i < n; i++) {
+        const uint32_t bits = bit_cast<uint32_t>(moments[i]);
+        const uint16_t up_or_down = uint16_t((bits + noise_of(moments[i], master[i], number)) >> 16);
+        const bool finite = (bits & 0x7f800000u) != 0x7f800000u;
+        output[i] = {finite ? up_or_down : rounded(moments[i]).bits};
+    }
+}
+
+// Moments as a step has them, a tile at a time, in fp32. begin: of the tile, which has n elements.
+
+// fp32: they are stepped where they are.
+struct Exact {
+    float *values;
+
+    void prefetch(size_t begin) const { prefetch_tile(values + begin); }
+    float *open(size_t begin, size_t) { return values + begin; }
+    void close(size_t, size_t, const accelz_update &, const float *) {}
+};
+
+// bf16: they are widened, and rounded once when the tile is stepped.
+struct Rounded {
+    bf16 *values;
+    alignas(64) float wide[TILE];
+
+    void prefetch(size_t begin) const { prefetch_tile(values + begin); }
+    float *open(size_t begin, size_t n) {
+        for (size_t i = 0; i < n; i++) wide[i] = widened(values[begin + i]);
+        return wide;
+    }
+    // master: new values of the tile
+    void close(size_t begin, size_t n, const accelz_update &u, const float *__restrict master) {
+        bf16 *__restrict kept = values + begin;
+        if (u.stochastic)
+            rounded_at_random(kept, wide, master, u.step ? bit_cast<uint32_t>(*u.step) * 0x85ebca77u : 0, n);
+        else
+            narrow(kept, wide, n);
+    }
+};
+
 // For every tile of the shard call tile(prepared, master, gradient in fp32, moments…, n), then write its weights.
 template <class Grad, class Prepared, class Tile, class... Moments>
 void step_range(const accelz_update &u, const Grad *grad, size_t begin, size_t end, const Prepared &prepared, Tile tile,
@@ -28,20 +78,26 @@ void step_range(const accelz_update &u, const Grad *grad, size_t begin, size_t e
     for (size_t at = begin; at < end; at += TILE) {
         const size_t n = smaller(TILE, end - at);
         prefetch_tile(u.master + at + AHEAD);
-        (prefetch_tile(moments + at + AHEAD), ...);
+        (moments.prefetch(at + AHEAD), ...);
         prefetch_tile(grad + at + AHEAD);
         if (u.weights) prefetch_tile((const uint16_t *)u.weights + at + AHEAD);
-        tile(prepared, u.master + at, widen(grad + at, scratch, n), (moments + at)..., n);
+        tile(prepared, u.master + at, widen(grad + at, scratch, n), moments.open(at, n)..., n);
+        (moments.close(at, n, u, u.master + at), ...);
         if (!u.weights) continue;
         with_type(u.weights_dtype, [&](auto *type) { narrow((decltype(type))u.weights + at, u.master + at, n); });
     }
 }
 
+// moments: pointers to them.
 template <class Prepared, class Tile, class... Moments>
 void run_step(const accelz_update &u, size_t begin, size_t end, const Prepared &prepared, Tile tile,
               Moments... moments) {
     with_type(u.grad_dtype, [&](auto *type) {
-        step_range(u, (const decltype(type))u.grad, begin, end, prepared, tile, moments...);
+        const auto grad = (const decltype(type))u.grad;
+        if (sizeof...(moments) && u.moments_dtype == ACCELZ_BFLOAT16)
+            step_range(u, grad, begin, end, prepared, tile, Rounded{(bf16 *)moments, {}}...);
+        else
+            step_range(u, grad, begin, end, prepared, tile, Exact{(float *)moments}...);
     });
 }
 

@@ -29,7 +29,8 @@ Call = Callable[[Kernels], tuple[Tensor, ...]]
 
 def operation(entry: EntryPoint, device: torch.device, numel: int = 70) -> Call:
     """What `entry` is for, on random values of `numel` elements."""
-    name, *dtypes = entry.name.rsplit("_", 2) if entry.source != "norm" else ("norm",)
+    parts = 3 if entry.source in UPDATES else 2
+    name, *dtypes = entry.name.rsplit("_", parts) if entry.source != "norm" else ("norm",)
     return _MAKERS[name](device, numel, *(DTYPES.get(dtype) for dtype in dtypes))
 
 
@@ -39,9 +40,15 @@ def random(device: torch.device, numel: int, dtype: torch.dtype | None) -> Tenso
 
 
 def _step(
-    kernel: str, device: torch.device, numel: int, grad: torch.dtype, weights: torch.dtype | None
+    kernel: str,
+    device: torch.device,
+    numel: int,
+    grad: torch.dtype,
+    weights: torch.dtype | None,
+    kept: torch.dtype,
 ) -> Call:
-    master, *moments = (random(device, numel, F32) for _ in range(1 + len(UPDATES[kernel].moment_names)))
+    master = random(device, numel, F32)
+    moments = [random(device, numel, kept) for _ in UPDATES[kernel].moment_names]
     number, scale, skip = (torch.tensor(value, device=device) for value in (3.0, 0.5, 0.0))
     narrow = None if weights is None else random(device, numel, weights)
     update = usual_step(

@@ -361,3 +361,33 @@ def test_a_forked_process_starts_threads_of_its_own(kernels: NativeKernels) -> N
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
     assert (ended, status) == (child, 0)
+
+
+@pytest.mark.parametrize("stochastic", [False, True])
+@pytest.mark.parametrize("name", [name for name in STEPS if name != "sgd"])
+def test_moments_in_bf16_are_the_references_but_for_few(
+    kernels: NativeKernels, library: CDLL, name: str, stochastic: bool
+) -> None:
+    """Where the exact value is within rounding of the border between two neighbours, it may become the other
+    one; at random it may wherever the last bits of fp32 differ. The bits are the same for any slicing and
+    instruction set."""
+
+    def stepped(served: Kernels, size: int = NUMEL) -> dict[str, Tensor]:
+        values = state(torch.bfloat16)
+        for moment in ("exp_avg", "exp_avg_sq"):
+            values[moment] = values[moment].bfloat16()
+        for start in range(0, NUMEL, size):
+            part = {name: value[start : start + size] for name, value in values.items()}
+            STEPS[name](served, part, stochastic=stochastic)
+        return values
+
+    mine, theirs = stepped(kernels), stepped(REFERENCE)
+    assert not same(mine, state(torch.bfloat16))
+    for moment in ("exp_avg", "exp_avg_sq"):
+        differ = mine[moment] != theirs[moment]
+        assert differ.float().mean() < (0.2 if stochastic else 0.002)
+        torch.testing.assert_close(mine[moment], theirs[moment], rtol=2**-7, atol=1e-6)
+    assert same(stepped(kernels, 65_537), mine)
+    for isa in (b"baseline", b"avx2", b"avx512"):
+        if library.accelz_use_isa(isa) == 0:
+            assert same(stepped(kernels), mine), isa

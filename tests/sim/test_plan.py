@@ -192,6 +192,12 @@ CASES: dict[str, tuple[dict[str, Any], Any, torch.dtype | None]] = {
     "bf16": ({"precision": "bf16"}, torch.optim.AdamW, None),
     "lion": ({"precision": "bf16"}, zero.Lion, None),
     "sgd": ({"precision": "bf16"}, torch.optim.SGD, None),
+    "moments in bf16": ({"moments": "bf16_stochastic"}, torch.optim.AdamW, None),
+    "moments in bf16, half on the host": (
+        {"precision": "bf16", "moments": "bf16", "offload": {"optimizer": "host", "fraction": 0.5}},
+        torch.optim.AdamW,
+        None,
+    ),
     "no prefetch": ({"precision": "bf16", "prefetch": 0}, torch.optim.AdamW, None),
     "prefetch 2": ({"precision": "bf16", "prefetch": 2}, torch.optim.AdamW, None),
     "persistent": ({"persistent_below": 1000}, torch.optim.AdamW, None),

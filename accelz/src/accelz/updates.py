@@ -28,11 +28,14 @@ class Update(ABC):
     weights: (n,) 16-bit copy of master, written (on a skipped step they hold that copy already and need not
     be written).
     step: 0-dim fp32, the number of this step, counted from 1; only for optimizers that count.
+    stochastic: round moments in bf16 up or down at random, each with the probability that keeps the mean
+    (Gupta et al., 2015, arXiv:1502.02551), by `noise_of`; else to the nearest, ties to even.
     """
 
     kernel: ClassVar[str]
     moment_names: ClassVar[tuple[str, ...]] = ()
-    """The fields that hold the optimizer's state, each (n,) fp32 and updated in place."""
+    """The fields that hold the optimizer's state, each (n,) and updated in place: fp32 (the reference takes
+    fp64 as well), or all bf16, which are computed with in fp32 and rounded once."""
     counts: ClassVar[bool] = False
     """Whether a step needs its number."""
 
@@ -45,6 +48,7 @@ class Update(ABC):
     skip: Tensor | None = None
     weights: Tensor | None = None
     step: Tensor | None = None
+    stochastic: bool = False
 
     @property
     def decay(self) -> float:
@@ -65,6 +69,10 @@ class Update(ABC):
     def moments(self) -> tuple[Tensor, ...]:
         """The optimizer's state, in the order of `moment_names`."""
         return tuple(getattr(self, name) for name in self.moment_names)
+
+    def wide_moments(self) -> tuple[Tensor, ...]:
+        """Return the moments in the master's precision."""
+        return tuple(moment.to(self.master.dtype) for moment in self.moments)
 
     @abstractmethod
     def reference(self, chunk: int) -> None:
@@ -88,9 +96,24 @@ class Update(ABC):
         """Write the new master and moments, unless the step is to be skipped; then the weights."""
         targets = (self.master, *self.moments)
         for target, value in zip(targets, (master, *moments), strict=True):
-            target.copy_(value if self.skip is None else torch.where(self.skip.bool(), target, value))
+            kept = value if target.dtype is value.dtype else self._narrow(value, master, target.dtype)
+            target.copy_(kept if self.skip is None else torch.where(self.skip.bool(), target, kept))
         if self.weights is not None:
             self.weights.copy_(self.master)
+
+    def _narrow(self, moment: Tensor, master: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return a new moment as it is kept. master: the new one."""
+        if not self.stochastic:
+            return moment.to(dtype)
+        narrow = torch.empty_like(moment, dtype=dtype)
+        quarter = max(moment.numel() // 4, 1)  # bounds the scratch memory
+        parts = (values.split(quarter) for values in (narrow, moment, master))
+        for kept, exact, weight in zip(*parts, strict=True):
+            value = exact.float()
+            bits = noise_of(value, weight.float(), self.step).add_(value.view(torch.int32))
+            rounded = bits.bitwise_and_(~_BELOW_BF16).view(torch.float32)
+            kept.copy_(torch.where(value.isfinite(), rounded, value))
+        return narrow
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,8 +159,9 @@ class AdamWUpdate(Update):
         step_size = self.lr / first
         for u in self.split(chunk):
             g = u.gradient()
-            m = torch.lerp(u.exp_avg, g, 1 - u.beta1)
-            v = (u.exp_avg_sq * u.beta2).addcmul_(g, g, value=1 - u.beta2)
+            m, v = u.wide_moments()
+            m = torch.lerp(m, g, 1 - u.beta1)
+            v = (v * u.beta2).addcmul_(g, g, value=1 - u.beta2)
             u.write((u.master * u.decay).sub_(m / (v.sqrt() / root).add_(u.eps) * step_size), m, v)
 
 
@@ -174,7 +198,8 @@ class MomentumUpdate(Update):
     def reference(self, chunk: int) -> None:
         for u in self.split(chunk):
             g = u.gradient()
-            m = u.momentum_buffer * u.momentum + g
+            (m,) = u.wide_moments()
+            m = m * u.momentum + g
             u.write(u.master.sub(g.add(m, alpha=u.momentum) if u.nesterov else m, alpha=u.lr), m)
 
 
@@ -206,15 +231,39 @@ class LionUpdate(Update):
     def reference(self, chunk: int) -> None:
         for u in self.split(chunk):
             g = u.gradient()
-            direction = torch.lerp(u.exp_avg, g, 1 - u.beta1).sign_()
+            (m,) = u.wide_moments()
+            direction = torch.lerp(m, g, 1 - u.beta1).sign_()
             new = u.master.mul(u.decay).sub_(direction, alpha=u.lr)
-            u.write(new, torch.lerp(u.exp_avg, g, 1 - u.beta2))
+            u.write(new, torch.lerp(m, g, 1 - u.beta2))
 
 
 UPDATES: dict[str, type[Update]] = {
     kind.kernel: kind for kind in (AdamWUpdate, SgdUpdate, MomentumUpdate, LionUpdate)
 }
 """Every optimizer, by the name of its kernel."""
+
+_BELOW_BF16 = 0xFFFF
+"""The bits of an fp32 that bf16 lacks."""
+
+
+def noise_of(moment: Tensor, master: Tensor, step: Tensor | None) -> Tensor:
+    """Return what is added to a moment's bits before those that bf16 lacks are dropped: (n,) int32, evenly
+    spread over 0 to 65535.
+
+    It is a hash (the last part of MurmurHash3, by Appleby, 2016) of the bits of the new moment, the new
+    master and the step's number. So it takes no state and no seed, and is the same whatever rank, slice,
+    tier or kernel an element is stepped in. moment, master: fp32. step: 0-dim fp32; None counts as 0.
+    """
+    number = 0 if step is None else step.view(torch.int32) * _signed(0x85EBCA77)
+    h = (master.view(torch.int32) * _signed(0x9E3779B1)).add_(moment.view(torch.int32)).add_(number)
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        h = h.bitwise_xor_((h >> shift).bitwise_and_((1 << (32 - shift)) - 1)).mul_(_signed(factor))
+    return h.bitwise_right_shift_(16).bitwise_and_(_BELOW_BF16)
+
+
+def _signed(bits: int) -> int:
+    """Return the int32 of these 32 bits."""
+    return bits - (1 << 32) if bits >> 31 else bits
 
 
 def _log(beta: float) -> float:

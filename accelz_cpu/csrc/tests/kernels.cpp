@@ -21,7 +21,7 @@ constexpr size_t N = 300'007;
 
 struct State {
     std::vector<float> master, grad, average, square;
-    std::vector<uint16_t> weights, narrow_grad;
+    std::vector<uint16_t> weights, narrow_grad, narrow_average, narrow_square;
 
     // The same values every time, which take longer to draw than all that is tested takes.
     State() : State(drawn()) {}
@@ -31,7 +31,8 @@ struct State {
         return once;
     }
 
-    explicit State(unsigned seed) : master(N), grad(N), average(N), square(N), weights(N), narrow_grad(N) {
+    explicit State(unsigned seed) : master(N), grad(N), average(N), square(N), weights(N), narrow_grad(N),
+                                    narrow_average(N), narrow_square(N) {
         std::mt19937 generator(seed);
         std::normal_distribution<float> normal;
         for (size_t i = 0; i < N; i++) {
@@ -39,10 +40,14 @@ struct State {
             grad[i] = normal(generator);
             average[i] = 0.1f * normal(generator);
             square[i] = std::fabs(0.01f * normal(generator));
+            std::memcpy(&narrow_average[i], reinterpret_cast<const char *>(&average[i]) + 2, 2);
+            std::memcpy(&narrow_square[i], reinterpret_cast<const char *>(&square[i]) + 2, 2);
         }
     }
 
-    void step(int optimizer, int threads, int grad_dtype = ACCELZ_FLOAT32) {
+    // rounded: with moments in bf16
+    void step(int optimizer, int threads, int grad_dtype = ACCELZ_FLOAT32, bool rounded = false,
+              bool stochastic = false) {
         const float number = 3;
         accelz_update u{};
         u.master = master.data();
@@ -51,8 +56,10 @@ struct State {
             accelz_scale_cast(narrow_grad.data(), grad_dtype, grad.data(), ACCELZ_FLOAT32, nullptr, N, 1);
             u.grad = narrow_grad.data();
         }
-        u.moments[0] = average.data();
-        u.moments[1] = square.data();
+        u.moments[0] = rounded ? (void *)narrow_average.data() : average.data();
+        u.moments[1] = rounded ? (void *)narrow_square.data() : square.data();
+        u.moments_dtype = rounded ? ACCELZ_BFLOAT16 : ACCELZ_FLOAT32;
+        u.stochastic = stochastic;
         u.weights = weights.data();
         u.step = &number;
         u.numel = N;
@@ -71,7 +78,8 @@ struct State {
         const auto same = [](const std::vector<float> &a, const std::vector<float> &b) {
             return !std::memcmp(a.data(), b.data(), N * sizeof(float));
         };
-        return same(master, o.master) && same(average, o.average) && same(square, o.square) && weights == o.weights;
+        return same(master, o.master) && same(average, o.average) && same(square, o.square) && weights == o.weights &&
+               narrow_average == o.narrow_average && narrow_square == o.narrow_square;
     }
 };
 
@@ -96,6 +104,23 @@ TEST(steps_are_the_same_on_every_isa_and_any_threads) {
                 for (int threads : {1, 2, 5}) {
                     State state;
                     state.step(optimizer, threads, dtype);
+                    CHECK(state == expected);
+                }
+            });
+        }
+}
+
+TEST(steps_with_moments_in_bf16_are_the_same_on_every_isa_and_any_threads) {
+    for (int optimizer = 0; accelz_optimizer(optimizer); optimizer++)
+        for (bool stochastic : {false, true}) {
+            State expected;
+            CHECK(accelz_use_isa("baseline") == 0);
+            expected.step(optimizer, 1, ACCELZ_BFLOAT16, true, stochastic);
+            CHECK(expected.average == State().average);
+            on_every_isa([&] {
+                for (int threads : {1, 3}) {
+                    State state;
+                    state.step(optimizer, threads, ACCELZ_BFLOAT16, true, stochastic);
                     CHECK(state == expected);
                 }
             });

@@ -13,7 +13,7 @@ import torch
 import accelz_cpu
 from accelz.ranks import machine
 
-ABI = 6
+ABI = 7
 LIBRARY = "libaccelz_cpu.so"
 DTYPES = {
     torch.float32: 0,
@@ -43,7 +43,7 @@ class NativeUpdate(Structure):
         *((name, c_void_p) for name in ("weights", "step", "grad_scale", "skip")),
         ("numel", c_size_t),
         ("grad_dtype", c_int),
-        ("weights_dtype", c_int),
+        *((name, c_int) for name in ("weights_dtype", "moments_dtype", "stochastic")),
         *((name, c_double) for name in ("lr", "sign", "decay", "l2")),
         ("constants", c_double * 8),
     )

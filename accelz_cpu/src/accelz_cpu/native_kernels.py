@@ -44,6 +44,8 @@ class NativeKernels(CpuKernels):
             _same_length(update.master, update.grad, update.weights, *update.moments),
             DTYPES[update.grad.dtype],
             0 if update.weights is None else DTYPES[update.weights.dtype],
+            DTYPES[update.moments[0].dtype] if update.moments else 0,
+            update.stochastic,
             update.lr,
             -1.0 if update.maximize else 1.0,
             update.decay,
@@ -127,12 +129,16 @@ class NativeKernels(CpuKernels):
 
 def _serves(update: Update) -> bool:
     """Whether the library takes the tensors of a step."""
-    wide = (update.master, *update.moments)
+    moments = update.moments
     return (
-        all(t.dtype is torch.float32 for t in wide)
-        and _flat(*wide, update.grad, update.weights)
+        update.master.dtype is torch.float32
+        and {moment.dtype for moment in moments} in _MOMENTS
+        and _flat(update.master, *moments, update.grad, update.weights)
         and _one_value(update.step, update.grad_scale, update.skip)
     )
+
+
+_MOMENTS: tuple[set[torch.dtype], ...] = (set(), {torch.float32}, {torch.bfloat16})
 
 
 def _one_value(*scalars: Tensor | None) -> bool:

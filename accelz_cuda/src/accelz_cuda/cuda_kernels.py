@@ -17,7 +17,7 @@ BLOCKS_PER_MULTIPROCESSOR = 6
 """Blocks of norm_partials that a multiprocessor holds at a time."""
 
 ANY_ENTRY: dict[str, EntryPoint] = {
-    **{name: entries[kernels.F32, None] for name, entries in kernels.STEPS.items()},
+    **{name: entries[kernels.F32, None, kernels.F32] for name, entries in kernels.STEPS.items()},
     "norm_and_nonfinite": kernels.NORM_PARTIALS,
     "scale_cast": kernels.SCALE_CAST[kernels.F32, kernels.F32],
     "accumulate": kernels.ACCUMULATE[kernels.F32, kernels.F32],
@@ -51,7 +51,7 @@ class CudaKernels(Kernels):
         sign, numel = -1.0 if update.maximize else 1.0, update.master.numel()
         constants = (*update.constants, *[0.0] * 8)[:8]
         arguments = kernels.UPDATE.pack(
-            *pointers, numel, update.lr, sign, update.decay, update.l2, *constants
+            *pointers, numel, update.lr, sign, update.decay, update.l2, *constants, update.stochastic
         )
         self._launch(entry, update.master, entry.blocks(numel), arguments)
 
@@ -135,12 +135,14 @@ class CudaKernels(Kernels):
 
     def _entry_for(self, update: Update) -> EntryPoint | None:
         """Return the kernel that can make a step, or None if the reference has to."""
-        master, weights = update.master, update.weights
-        dtypes = (update.grad.dtype, None if weights is None else weights.dtype)
+        master, weights, moments = update.master, update.weights, update.moments
+        dtype = moments[0].dtype if moments else kernels.F32
+        dtypes = (update.grad.dtype, None if weights is None else weights.dtype, dtype)
         entry = kernels.STEPS.get(update.kernel, {}).get(dtypes)
         fits = (
             entry is not None
-            and all(values.dtype is torch.float32 for values in (master, *update.moments))
+            and master.dtype is torch.float32
+            and all(moment.dtype is dtype for moment in moments)
             and self._serves(entry, master, update.grad, *update.moments, weights)
             and _are_scalars_on(master.device, update.step, update.grad_scale, update.skip)
         )

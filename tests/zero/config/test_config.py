@@ -333,6 +333,7 @@ def test_the_public_face_is_frozen() -> None:
         "loss_scale",
         "loss_scale_window",
         "whole_parameters",
+        "moments",
         "units",
         "persistent_below",
         "prefetch",

@@ -403,7 +403,7 @@ class Engine:
         return self._held_gradients.norms()
 
     def full_optimizer_state(self, name: str) -> dict[str, Tensor]:
-        """Return the whole optimizer state of `name` (for Adam: step, exp_avg, exp_avg_sq), fp32.
+        """Return the whole optimizer state of `name` (for Adam: step, exp_avg, exp_avg_sq), in its dtypes.
 
         Raises UsageError after an optimizer step or a load that was interrupted.
         """

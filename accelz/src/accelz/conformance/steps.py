@@ -115,6 +115,7 @@ class StepCase:
     grad_scale: float | None = None
     skip: float | None = None
     weights_dtype: torch.dtype | None = None
+    moments_dtype: torch.dtype = torch.float32
     special: float | None = None
 
     @property
@@ -134,8 +135,8 @@ class StepCase:
         grad = gradient.to(self.grad_dtype)
         if self.special is not None and self.numel:
             grad[self.numel // 2] = self.special
-        moments = zip(names, self.paper.moments(*rows), strict=True)
-        return {"master": master, "grad": grad, **dict(moments)}
+        moments = (moment.to(self.moments_dtype) for moment in self.paper.moments(*rows))
+        return {"master": master, "grad": grad, **dict(zip(names, moments, strict=True))}
 
     def exact(self) -> dict[str, Tensor]:
         """Master and moments after the same step in float64."""
@@ -178,6 +179,8 @@ def _cases(kernel: str) -> Iterator[tuple[str, StepCase]]:
         yield f"gradient {dtype}", StepCase(kernel, offset=1, grad_dtype=dtype)
     for dtype in GRADIENTS[1:]:
         yield f"weights {dtype}", StepCase(kernel, offset=1, weights_dtype=dtype)
+    if UPDATES[kernel].moment_names:
+        yield from _with_narrow_moments(kernel)
     for number in (1, 2, 10_000) if UPDATES[kernel].counts else ():
         yield f"step {number}", StepCase(kernel, number=number)
     settings: dict[str, Settings] = {
@@ -197,6 +200,20 @@ def _cases(kernel: str) -> Iterator[tuple[str, StepCase]]:
     everything = StepCase(kernel, 70_001, 3, torch.bfloat16, {"maximize": True, "lr": 1e-2}, 17, 0.5, 0.0)
     yield "everything, bf16", replace(everything, weights_dtype=torch.bfloat16)
     yield "everything, fp16", replace(everything, weights_dtype=torch.float16)
+
+
+def _with_narrow_moments(kernel: str) -> Iterator[tuple[str, StepCase]]:
+    for numel, offset in ((3, 1), (1023, 0), (70_001, 3)):
+        case = StepCase(kernel, numel, offset, moments_dtype=torch.bfloat16)
+        yield f"moments bf16, {numel} elements at offset {offset}", case
+        yield f"moments bf16 at random, {numel} elements", replace(case, settings={"stochastic": True})
+    everything = StepCase(kernel, 1023, 1, torch.bfloat16, {"stochastic": True}, 17, 0.5, 0.0)
+    yield (
+        "moments bf16, everything",
+        replace(everything, weights_dtype=torch.bfloat16, moments_dtype=torch.bfloat16),
+    )
+    skipped = StepCase(kernel, skip=1.0, special=NAN, moments_dtype=torch.bfloat16)
+    yield "moments bf16, skip 1, NaN", skipped
 
 
 CASES = {f"{kernel}, {name}": case for kernel in UPDATES for name, case in _cases(kernel)}

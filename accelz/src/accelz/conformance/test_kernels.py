@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import cache, partial
+from typing import Any
 
 import pytest
 import torch
@@ -69,10 +70,11 @@ class KernelContract:
     @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
     def test_step(self, accelerator: Accelerator, case: StepCase) -> None:
         """A step equals float64 within fp32 rounding, in place, within its range; the gradient is kept."""
-        if {case.grad_dtype, case.weights_dtype} - {None} <= accelerator.capabilities.dtypes:
+        used = {case.grad_dtype, case.moments_dtype, case.weights_dtype} - {None}
+        if used <= accelerator.capabilities.dtypes:
             self.check_step(accelerator, case)
         else:
-            pytest.skip(f"not declared: {case.grad_dtype} or {case.weights_dtype}")
+            pytest.skip(f"not declared: {used - accelerator.capabilities.dtypes}")
 
     def check_step(self, accelerator: Accelerator, case: StepCase) -> None:
         device, where = accelerator.device, "Kernels.step"
@@ -92,6 +94,45 @@ class KernelContract:
             weights.check(where, "weights")
         for name, guarded in placed.items():
             guarded.check(where, name)
+
+    @about("Kernels.step")
+    @pytest.mark.parametrize("kernel", [name for name in UPDATES if UPDATES[name].moment_names])
+    def test_moments_rounded_at_random_keep_their_mean(self, accelerator: Accelerator, kernel: str) -> None:
+        """Moments in bf16, between two of its values, become the upper one as often as they are near to it;
+        they do so again with the same operands, wherever these lie, and differently in another step."""
+        if torch.bfloat16 not in accelerator.capabilities.dtypes:
+            pytest.skip("not declared: torch.bfloat16")
+        numel, where = 40_000, "Kernels.step, stochastic"
+        names = UPDATES[kernel].moment_names
+        settings: dict[str, Any] = {"momentum": 0.5}
+        if kernel != "momentum":
+            settings = {"beta1": 0.5, "beta2": 0.5}
+
+        def moments_after(number: float, part: slice) -> list[Tensor]:
+            master = torch.linspace(-1, 1, numel)
+            grad = torch.full((numel,), 1 + 2**-9 if kernel != "momentum" else 0.5 + 2**-9)
+            own = [torch.ones(numel, dtype=torch.bfloat16) for _ in names]
+            device = accelerator.device
+            placed = [Guarded(value[part], 1, device).view for value in (master, grad, *own)]
+            others = {**settings, "stochastic": True, "weight_decay": 0.0}
+            step = usual_step(kernel, *placed, number=_scalar(number, device), **others)
+            accelerator.kernels.step(step)
+            return [moment.cpu() for moment in placed[2:]]
+
+        whole, again = moments_after(3, slice(None)), moments_after(3, slice(1001, None))
+        for name, first, second in zip(names, whole, again, strict=True):
+            exact = 1 + (2**-9 if kernel == "momentum" else 2**-10)
+            exact = 0.5 + 0.5 * (1 + 2**-9) ** 2 if name == "exp_avg_sq" else exact
+            mean, error = first.double().mean().item(), 4 * 2**-7 / 2 / numel**0.5
+            text = f"{name}: the mean of values rounded at random must be {exact} within {error}"
+            expect(abs(mean - exact) <= error, where, text, str(mean))
+            expect(len(first.unique()) == 2, where, f"{name} must be one of two neighbours", str(first))
+            expect_close(second, first[1001:], where, f"{name} must not depend on the slice")
+        if UPDATES[kernel].counts:
+            other = moments_after(4, slice(None))[0]
+            expect(
+                not torch.equal(other, whole[0]), where, "another step must round differently", "it did not"
+            )
 
     @about("Kernels.step")
     def test_adamw_over_many_steps(self, accelerator: Accelerator) -> None:
@@ -511,5 +552,9 @@ def _weights(case: StepCase, device: torch.device) -> Guarded | None:
 def _expect_state(got: Tensor, want: Tensor, where: str, name: str, case: StepCase) -> None:
     if case.skip:
         expect_close(got, want, where, f"{name} must not change where skip is 1 ({case})")
+    elif got.dtype is torch.bfloat16:
+        half = torch.finfo(got.dtype).eps / 2
+        rtol = (2 if case.settings.get("stochastic") else 1) * half + 1e-5
+        expect_close(got, want, where, f"{name} must equal float64, rounded ({case})", rtol, case.atol)
     else:
         expect_close(got, want, where, f"{name} must equal float64 ({case})", rtol=1e-5, atol=case.atol)

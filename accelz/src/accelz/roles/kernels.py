@@ -28,11 +28,11 @@ class Kernels:
     def step(self, update: Update) -> None:
         """One step of an optimizer on a flat shard, in one pass over it.
 
-        A backend's kernel for an optimizer is a method of the name that `Update.kernel` is; the rest is left
-        to the references.
+        A backend's kernel for an optimizer is a method of the name that `Update.kernel` is, and takes fp32
+        moments; the rest is left to the references. A backend with kernels for bf16 moments overrides this.
         """
         own = getattr(self, update.kernel, None)
-        if own is None:
+        if own is None or any(moment.dtype is not update.master.dtype for moment in update.moments):
             update.reference(self.chunk)
         else:
             own(update)

@@ -71,21 +71,26 @@ def _per_pair(
     }
 
 
-StepEntries = dict[tuple[torch.dtype, torch.dtype | None], EntryPoint]
-"""Entries by the dtypes of the gradient and of the 16-bit weights."""
+StepEntries = dict[tuple[torch.dtype, torch.dtype | None, torch.dtype], EntryPoint]
+"""Entries by the dtypes of the gradient, of the 16-bit weights, and of the moments: fp32 where there are
+none."""
 
 
-UPDATE = struct.Struct("@8Pq12f")
+UPDATE = struct.Struct("@8Pq12fi0q")
 
 
 def _steps(name: str) -> StepEntries:
     """Return one optimizer's kernels."""
     return {
-        (grad, weights): EntryPoint(
-            f"{name}_{NAMES[grad]}_{NAMES[weights] if weights else 'none'}", name, UPDATE, THREADS * 4
+        (grad, weights, moments): EntryPoint(
+            f"{name}_{NAMES[grad]}_{NAMES[weights] if weights else 'none'}_{NAMES[moments]}",
+            name,
+            UPDATE,
+            THREADS * 4,
         )
         for grad in FLOATS
         for weights in (None, BF16, F16)
+        for moments in ((F32, BF16) if UPDATES[name].moment_names else (F32,))
     }
 
 

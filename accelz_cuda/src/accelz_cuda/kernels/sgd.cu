@@ -13,4 +13,4 @@ struct Sgd {
   }
 };
 
-STEPS(sgd, Sgd)
+STEPS_OF(sgd, Sgd, f32)

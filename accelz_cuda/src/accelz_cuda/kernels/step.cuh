@@ -11,11 +11,12 @@
 // Arrays have numel elements each; moments and weights that a kernel does not have are null. step,
 // grad_scale and skip are single values on the device; the last two may be null. sign: -1 to
 // maximise. decay: 1 - lr * weight_decay if weight decay is decoupled, else 1. l2: weight decay if
-// that is added to the gradient, else 0.
+// that is added to the gradient, else 0. stochastic: whether moments in bf16 are rounded up or down
+// at random.
 struct Update {
   float* master;
   const void* grad;
-  float* moments[2];
+  void* moments[2];
   void* weights;
   const float* step;
   const float* grad_scale;
@@ -23,7 +24,19 @@ struct Update {
   long long numel;
   float lr, sign, decay, l2;
   float constants[8];
+  int stochastic;
 };
+
+// As `noise_of` in accelz.updates, whose value is added to the bits of a new moment before those
+// that bf16 lacks are dropped. number: the step's bits times a factor. Returns a value of bf16.
+__device__ __forceinline__ float rounded_at_random(float moment, float master, unsigned number) {
+  const unsigned bits = __float_as_uint(moment);
+  unsigned h = __float_as_uint(master) * 0x9e3779b1u + bits + number;
+  h = (h ^ (h >> 16)) * 0x85ebca6bu;
+  h = (h ^ (h >> 13)) * 0xc2b2ae35u;
+  const bool finite = (bits & 0x7f800000u) != 0x7f800000u;
+  return finite ? __uint_as_float((bits + (h >> 16)) & 0xffff0000u) : moment;
+}
 
 struct none {
   unsigned short bits;
@@ -33,11 +46,15 @@ static constexpr bool kKept = true;
 template <>
 constexpr bool kKept<none> = false;
 
+// Whether moments are kept in fewer bits than they are computed in.
+template <class M>
+static constexpr bool kRounds = sizeof(M) < sizeof(float);
+
 // Arrays have at least one element, even without moments.
 template <class Rule>
 static constexpr int kRoom = Rule::kMoments > 0 ? Rule::kMoments : 1;
 
-template <class Rule, class G, class W>
+template <class Rule, class G, class W, class M>
 struct Step {
   static constexpr int kWidth = kWidthFor<f32>;
   static constexpr int kPacks = 1;  // more threads read before they write, rather than more per thread
@@ -45,7 +62,8 @@ struct Step {
   using Wide = Pack<f32, kWidth>;
   struct Loaded {
     Pack<G, kWidth> g;
-    Wide w, m[kRoom<Rule>];
+    Wide w;
+    Pack<M, kWidth> m[kRoom<Rule>];
   };
 
   using Constants = typename Rule::Constants;
@@ -56,6 +74,7 @@ struct Step {
   W* weights;
   Rule rule;
   float factor;
+  unsigned number;
 
   __device__ __forceinline__ explicit Step(const Update& update)
       : u(update),
@@ -65,11 +84,13 @@ struct Step {
     static_assert(sizeof(Constants) <= sizeof(u.constants), "more constants than there is room for");
   }
 
+  __device__ __forceinline__ M* moment(int j) const { return static_cast<M*>(u.moments[j]); }
+
   __device__ __forceinline__ int head() const {
     int head = head_of<kWidth>(u.master, grad);
 #pragma unroll
     for (int j = 0; j < kMoments; ++j)
-      if (head_of<kWidth>(u.master, u.moments[j]) < 0) head = -1;
+      if (head_of<kWidth>(u.master, moment(j)) < 0) head = -1;
     if constexpr (kKept<W>)
       if (head_of<kWidth>(u.master, weights) < 0) head = -1;
     return head;
@@ -80,19 +101,24 @@ struct Step {
     in.g = Pack<G, kWidth>::load(grad + i);
     in.w = Wide::load(u.master + i);
 #pragma unroll
-    for (int j = 0; j < kMoments; ++j) in.m[j] = Wide::load(u.moments[j] + i);
+    for (int j = 0; j < kMoments; ++j) in.m[j] = Pack<M, kWidth>::load(moment(j) + i);
     return in;
   }
 
   __device__ __forceinline__ void begin() {
     rule.begin(u, c);
     factor = u.grad_scale == nullptr ? u.sign : *u.grad_scale * u.sign;
+    if constexpr (kRounds<M>) number = u.step == nullptr ? 0 : __float_as_uint(*u.step) * 0x85ebca77u;
   }
 
   __device__ __forceinline__ void update(float g, float& w, float (&m)[kRoom<Rule>]) const {
     g *= factor;
     if (u.l2 != 0.0f) g = fmaf(u.l2, w, g);
     rule.update(u, c, g, w, m);
+    if constexpr (kRounds<M>)
+      if (u.stochastic != 0)
+#pragma unroll
+        for (int j = 0; j < kMoments; ++j) m[j] = rounded_at_random(m[j], w, number);
   }
 
   __device__ __forceinline__ void finish(int, long long i, const Loaded& in) const {
@@ -112,40 +138,45 @@ struct Step {
     }
     Wide::from(w).store(u.master + i);
 #pragma unroll
-    for (int j = 0; j < kMoments; ++j) Wide::from(m[j]).store(u.moments[j] + i);
+    for (int j = 0; j < kMoments; ++j) Pack<M, kWidth>::from(m[j]).store(moment(j) + i);
     if constexpr (kKept<W>) Pack<W, kWidth>::from(w).store(weights + i);
   }
 
   __device__ __forceinline__ void element(long long i) const {
     float w = u.master[i], m[kRoom<Rule>];
 #pragma unroll
-    for (int j = 0; j < kMoments; ++j) m[j] = u.moments[j][i];
+    for (int j = 0; j < kMoments; ++j) m[j] = widen(moment(j)[i]);
     update(widen(grad[i]), w, m);
     u.master[i] = w;
 #pragma unroll
-    for (int j = 0; j < kMoments; ++j) u.moments[j][i] = m[j];
+    for (int j = 0; j < kMoments; ++j) moment(j)[i] = narrow<M>(m[j]);
     if constexpr (kKept<W>) weights[i] = narrow<W>(w);
   }
 };
 
-template <class Rule, class G, class W>
+template <class Rule, class G, class W, class M>
 __device__ __forceinline__ void make_step(const Update& u) {
   if (u.skip != nullptr && *u.skip != 0.0f) return;
-  Step<Rule, G, W> work(u);
+  Step<Rule, G, W, M> work(u);
   run_tile(work, blockIdx.x, u.numel, work.head());
 }
 
-#define STEP(NAME, RULE, G, W) \
-  KERNEL(NAME##_##G##_##W, Update, 8) { make_step<RULE, G, W>(a); }
+#define STEP(NAME, RULE, G, W, M) \
+  KERNEL(NAME##_##G##_##W##_##M, Update, 8) { make_step<RULE, G, W, M>(a); }
 
 // Instantiates a rule for all dtypes of the gradient and of the weights.
-#define STEPS(NAME, RULE)      \
-  STEP(NAME, RULE, f32, none)  \
-  STEP(NAME, RULE, f32, bf16)  \
-  STEP(NAME, RULE, f32, f16)   \
-  STEP(NAME, RULE, bf16, none) \
-  STEP(NAME, RULE, bf16, bf16) \
-  STEP(NAME, RULE, bf16, f16)  \
-  STEP(NAME, RULE, f16, none)  \
-  STEP(NAME, RULE, f16, bf16)  \
-  STEP(NAME, RULE, f16, f16)
+#define STEPS_OF(NAME, RULE, M)   \
+  STEP(NAME, RULE, f32, none, M)  \
+  STEP(NAME, RULE, f32, bf16, M)  \
+  STEP(NAME, RULE, f32, f16, M)   \
+  STEP(NAME, RULE, bf16, none, M) \
+  STEP(NAME, RULE, bf16, bf16, M) \
+  STEP(NAME, RULE, bf16, f16, M)  \
+  STEP(NAME, RULE, f16, none, M)  \
+  STEP(NAME, RULE, f16, bf16, M)  \
+  STEP(NAME, RULE, f16, f16, M)
+
+// The same, and for all dtypes of the moments.
+#define STEPS(NAME, RULE)   \
+  STEPS_OF(NAME, RULE, f32) \
+  STEPS_OF(NAME, RULE, bf16)

@@ -21,6 +21,7 @@ DTYPES = {
     "fp8": torch.float8_e4m3fn,
 }
 ParameterRule = tuple[str, ...] | Callable[[str, nn.Parameter], bool]
+Moments = Literal["fp32", "bf16", "bf16_stochastic"]
 UnitRule = Literal["auto"] | tuple[type[nn.Module] | str, ...] | Callable[[str, nn.Module], bool]
 
 
@@ -68,6 +69,12 @@ class Config(Validated):
         of it. None does so for every optimizer that is not known to work element by element: Muon, Adafactor,
         and optimizers that are not torch's. Set False for an optimizer of your own that works element by
         element, which saves the exchange. Parameters that a kernel steps are always stepped in slices.
+    moments: how kernels keep their state beside the masters: the averages of Adam, AdamW and Lion, SGD's
+        momentum. "bf16" takes half of fp32's memory, and rounds to the nearest: an average that a step
+        changes by less than 1/512 then stands still, as a second moment does that falls with beta2=0.999.
+        "bf16_stochastic" rounds up or down at random, so that averages keep their mean; the random numbers
+        are made of the values and the step, and are the same at any number of ranks. Other optimizers keep
+        their own state.
     units: what is gathered together: "auto" finds repeated blocks; or give module classes (or their names),
         or a function (name, module) -> bool that picks the modules.
     persistent_below: parameters with fewer elements than this stay gathered all the time (stage 3).
@@ -96,6 +103,7 @@ class Config(Validated):
     loss_scale: Literal["dynamic"] | float | None = None
     loss_scale_window: int = Field(default=2000, ge=1)
     whole_parameters: bool | None = None
+    moments: Moments = "fp32"
     units: UnitRule = "auto"
     persistent_below: int = Field(default=0, ge=0)
     prefetch: int = Field(default=1, ge=0)

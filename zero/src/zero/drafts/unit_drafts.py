@@ -25,6 +25,7 @@ from zero.tiers.placement import Placement, PlacementRequest, Placer
 from zero.tiers.stores import Stores
 from zero.tiers.swap_file import PAGE
 from zero.tiers.tier import Tier
+from zero.tiers.values import at_least_fp32
 from zero.warning import warn
 
 Named = tuple[str, nn.Parameter]
@@ -234,7 +235,7 @@ def _candidate(
         policy.slice_dtype(kind.dtype).itemsize,
         kind.trainable,
         resident,
-        moments=0 if rule is None else len(rule.moments),
+        moments=() if rule is None else rule.moment_dtypes(at_least_fp32(kind.dtype)),
         divisible=rule is not None,
         beside=beside.of(kind, named, numel),
     )
@@ -277,7 +278,7 @@ def _partition(
     """Return a unit's parameters by kind; those of one param group are adjacent, for a single kernel call."""
     groups: dict[GroupKind, list[Named]] = {}
     param_group_of, stepping = prepared.param_group_of, prepared.stepping
-    unknown = of_unknown(stepping)
+    unknown = of_unknown(stepping, config)
     for name, parameter in plan.parameters:
         dtype = _target_dtype(parameter, config, prepared.exact)
         stepped = stepping.get(parameter, unknown) if parameter.requires_grad else Stepping()

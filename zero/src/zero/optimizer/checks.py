@@ -27,6 +27,7 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module, config: Config) -> d
         )
     if members(optimizer):
         _check_whole_parameters(optimizer, config)
+        _check_moments(optimizer, config)
     return _param_groups(optimizer, model)
 
 
@@ -44,6 +45,15 @@ def _check_whole_parameters(optimizer: Optimizer, config: Config) -> None:
         )
     if config.whole_parameters is None:
         _warn_of_strangers(optimizer)
+
+
+def _check_moments(optimizer: Optimizer, config: Config) -> None:
+    rules = [rule_for(each) for each in members(optimizer)]
+    if config.moments != "fp32" and not any(rule is not None and rule.moments for rule in rules):
+        raise OptimizerError(
+            f"{name_of(optimizer)} has no moments that a kernel keeps, so Config(moments={config.moments!r}) "
+            "would change nothing: remove it, or use Adam, AdamW, SGD with momentum or zero.Lion"
+        )
 
 
 def _warn_of_strangers(optimizer: Optimizer) -> None:

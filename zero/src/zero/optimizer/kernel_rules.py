@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from accelz import Kernels
 from accelz.updates import AdamWUpdate, LionUpdate, MomentumUpdate, SgdUpdate, Update
+from zero.config.training import Moments
 from zero.errors import OptimizerError
 from zero.optimizer.lion import Lion
 
@@ -24,18 +25,30 @@ class Rule:
 
     serves: the optimizers' classes. update: what the kernel takes. settings: makes the update's own settings
     out of a param group's. lacks: options of param groups that the kernel has neither the arithmetic nor the
-    state for.
+    state for. kept: the dtype in which moments are kept; None for the masters'. stochastic: whether they are
+    then rounded at random.
     """
 
     serves: tuple[type[Optimizer], ...]
     update: type[Update]
-    settings: Callable[[KernelOptions], dict[str, Any]] = lambda _: {}
+    settings: Callable[[KernelOptions], dict[str, Any]] = field(default=lambda _: {}, repr=False)
     lacks: tuple[str, ...] = ()
+    kept: torch.dtype | None = None
+    stochastic: bool = False
 
     @property
     def moments(self) -> tuple[str, ...]:
         """State of one value per element, zero at first, by its names in the optimizer's own state too."""
         return self.update.moment_names
+
+    def keeping(self, moments: Moments) -> Rule:
+        """The same rule, with moments kept as the setting says."""
+        kept = None if moments == "fp32" else torch.bfloat16
+        return replace(self, kept=kept, stochastic=moments == "bf16_stochastic")
+
+    def moment_dtypes(self, master: torch.dtype) -> tuple[torch.dtype, ...]:
+        """The dtype of each moment beside a master in that dtype."""
+        return (self.kept or master,) * len(self.moments)
 
     @property
     def counts(self) -> bool:
@@ -61,7 +74,7 @@ class Rule:
         """The update's settings by those of a param group. Raises OptimizerError as `check` does."""
         self.check(group)
         shared = {name: group[name] for name in ("weight_decay", "maximize")}
-        return {**self.settings(group), **shared, "lr": float(group["lr"])}
+        return {**self.settings(group), **shared, "lr": float(group["lr"]), "stochastic": self.stochastic}
 
 
 def _adam(group: KernelOptions) -> dict[str, Any]:

@@ -45,11 +45,11 @@ def of_param_groups(optimizer: Optimizer, config: Config) -> list[Stepping]:
     return [way for way, groups in ways for _ in groups]
 
 
-def of_unknown(known: dict[nn.Parameter, Stepping]) -> Stepping:
+def of_unknown(known: dict[nn.Parameter, Stepping], config: Config) -> Stepping:
     """How parameters that no optimizer knows are treated: like others, so that they need no buffers of their
     own. Where there is no optimizer yet, as by the kernel that most have."""
     others = (stepping for stepping in known.values() if not stepping.whole)
-    return next(others, Stepping() if known else Stepping(RULES[0]))
+    return next(others, Stepping() if known else Stepping(RULES[0].keeping(config.moments)))
 
 
 def ways_of(parameters: Iterable[nn.Parameter], known: Mapping[nn.Parameter, Stepping]) -> set[Stepping]:
@@ -59,8 +59,10 @@ def ways_of(parameters: Iterable[nn.Parameter], known: Mapping[nn.Parameter, Ste
 
 def _of(optimizer: Optimizer, config: Config) -> Stepping:
     rule = rule_for(optimizer)
-    if rule is not None or config.stage == 0 or config.whole_parameters is False:
-        return Stepping(rule)
+    if rule is not None:
+        return Stepping(rule.keeping(config.moments))
+    if config.stage == 0 or config.whole_parameters is False:
+        return Stepping()
     return Stepping(whole=bool(config.whole_parameters) or not goes_by_element(optimizer))
 
 

@@ -56,7 +56,8 @@ class PlannedGroup:
         head that is tied to the embedding: the embedding's gradient is yet to be added.
     adding: bytes that autograd holds at once as it adds up the gradients of the largest parameter with
         several uses: two, and their sum. begun: whether another parameter's gradient has come by then.
-    kernel: whether a kernel steps it. moments: values kept per element besides the master. whole: of
+    kernel: whether a kernel steps it. moments: values of the master's size that are kept per element besides
+        it. whole: of
         parameters that are stepped whole; None where slices are.
     """
 
@@ -121,7 +122,7 @@ class PlannedGroup:
 
     @property
     def wide(self) -> torch.dtype:
-        """The dtype of masters and moments."""
+        """The dtype of masters."""
         return at_least_fp32(self.dtype)
 
     def is_master(self, tier: Tier) -> bool:
@@ -266,7 +267,8 @@ class UnitPlanner:
         the parameters that they have.
         """
         if draft.kind.stepping.rule is not None or not draft.kind.trainable:
-            return draft.placement.moments
+            nbytes = sum(dtype.itemsize for dtype in draft.placement.moments)
+            return nbytes / at_least_fp32(draft.kind.dtype).itemsize
         kept = [(parameter.numel(), self._moments.get(parameter, 0)) for _, parameter in draft.named]
         if self._shards > 1:
             return max(each for _, each in kept)

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import get_args
 
+import torch
+
 from zero.config.offload import Kind, Offload
 from zero.tiers.tier import ON_DEVICE, Tier, wanted
 from zero.warning import warn
@@ -19,9 +21,10 @@ class PlacementRequest:
     """A group to be placed.
 
     item_bytes, gradient_bytes: per element of a parameter, and of its reduced gradient. resident: the group's
-    whole buffer stays on the device, and its shard is part of it. moments: values that a record has for each
-    element beside the master. divisible: whether it may be stepped in parts, as a kernel can. beside: what
-    the user's optimizer keeps beside records, by rank; empty if it keeps none, or if that is not needed.
+    whole buffer stays on the device, and its shard is part of it. moments: the dtypes of the values that a
+    record has for each element beside the master. divisible: whether it may be stepped in parts, as a kernel
+    can. beside: what the user's optimizer keeps beside records, by rank; empty if it keeps none, or if that
+    is not needed.
     """
 
     shard_numel: int
@@ -29,7 +32,7 @@ class PlacementRequest:
     gradient_bytes: int
     trainable: bool
     resident: bool
-    moments: int = 0
+    moments: tuple[torch.dtype, ...] = ()
     divisible: bool = True
     beside: tuple[int, ...] = ()
 
@@ -39,12 +42,12 @@ class Placement:
     """The tiers of one group. Whole buffers are not placed: they are on the device while in use.
 
     optimizer: (elements, tier) of each sub-group, in the order of the shard; empty for a frozen group.
-    moments: values that records have for each element beside the master. streamed: records on the host are on
-    the device for the step.
+    moments: the dtypes of the values that records have for each element beside the master. streamed: records
+    on the host are on the device for the step.
     """
 
     optimizer: tuple[tuple[int, Tier], ...] = ()
-    moments: int = 0
+    moments: tuple[torch.dtype, ...] = ()
     params: Tier = ON_DEVICE
     gradients: Tier = ON_DEVICE
     streamed: bool = False
@@ -251,7 +254,7 @@ class Placer:
     def _host_bytes(self, group: PlacementRequest, params: Tier) -> int:
         """Return the host bytes of an element's optimizer state, less a shard that is the master."""
         item_bytes = group.item_bytes
-        record = (1 + group.moments) * max(item_bytes, 4)
+        record = max(item_bytes, 4) + sum(dtype.itemsize for dtype in group.moments)
         there = Placement(params=params, streamed=self._offload.streams)
         serves = there.shard_serves(item_bytes, self._host)
         return record - (item_bytes if serves else 0)

@@ -30,8 +30,9 @@ class Record:
     """Master and moments of one sub-group.
 
     master: the original values of the parameters, fp32 (fp64 for fp64 parameters). moments: one value per
-    element each. tier: where they are, except a master that is the shard, which stays with it. On disk a
-    record is one contiguous stretch, master first, each section in whole pages.
+    element each, in the master's dtype or in bf16. tier: where they are, except a master that is the shard,
+    which stays with it. On disk a record is one contiguous stretch, master first, each section in whole
+    pages.
     """
 
     tier: Tier

@@ -55,9 +55,11 @@ class Tier(ABC):
         """Return the bytes that values of `numel` elements take here, one after another in these dtypes."""
         return sum(numel * dtype.itemsize for dtype in dtypes)
 
-    def record_dtypes(self, dtype: torch.dtype, moments: int, splits: bool) -> list[torch.dtype]:
+    def record_dtypes(
+        self, dtype: torch.dtype, moments: Sequence[torch.dtype], splits: bool
+    ) -> list[torch.dtype]:
         """Return the dtypes of master and moments. splits: the weights are the master's upper half."""
-        return [dtype] * (1 + moments)
+        return [dtype, *moments]
 
     def place(self, stores: Stores, numel: int, dtype: torch.dtype) -> Stored | None:
         """Return a place for values yet to come; None where they need none."""
@@ -72,21 +74,21 @@ class Tier(ABC):
         stores: Stores,
         values: Tensor,
         dtype: torch.dtype,
-        moments: int,
+        moments: Sequence[torch.dtype],
         weights: Callable[[], Values] | None,
     ) -> Record:
         """Make a record whose master is a copy of `values` in `dtype`; `add_moments` completes it.
 
-        moments: how many there will be; on disk they have their space from the beginning. weights(): the bf16
-        weights, if these may serve as the upper half of a master on disk.
+        moments: the dtypes of those that there will be; on disk they have their space from the beginning.
+        weights(): the bf16 weights, if these may serve as the upper half of a master on disk.
         """
         there = values.to(self.memory(stores.accelerator))
         return Record(self, self._make(stores, torch.empty, values.numel(), dtype).copy_(there))
 
-    def add_moments(self, stores: Stores, record: Record, moments: int) -> None:
-        """Add zero moments to a record that is here."""
-        numel, dtype = record.master.numel(), record.master.dtype
-        record.moments = tuple(self._make(stores, torch.zeros, numel, dtype) for _ in range(moments))
+    def add_moments(self, stores: Stores, record: Record, moments: Sequence[torch.dtype]) -> None:
+        """Add zero moments of these dtypes to a record that is here."""
+        numel = record.master.numel()
+        record.moments = tuple(self._make(stores, torch.zeros, numel, dtype) for dtype in moments)
 
     def _make(self, stores: Stores, make: Callable[..., Tensor], numel: int, dtype: torch.dtype) -> Tensor:
         return make(numel, dtype=dtype, device=self.memory(stores.accelerator))
@@ -151,8 +153,10 @@ class Disk(Tier):
     def nbytes(self, numel: int, *dtypes: torch.dtype) -> int:
         return sum(section_bytes(numel, dtype) for dtype in dtypes)
 
-    def record_dtypes(self, dtype: torch.dtype, moments: int, splits: bool) -> list[torch.dtype]:
-        return [LOWER if splits else dtype, *([dtype] * moments)]
+    def record_dtypes(
+        self, dtype: torch.dtype, moments: Sequence[torch.dtype], splits: bool
+    ) -> list[torch.dtype]:
+        return [LOWER if splits else dtype, *moments]
 
     def place(self, stores: Stores, numel: int, dtype: torch.dtype) -> Section:
         return self._allocate(stores, numel, [dtype])[0]
@@ -167,7 +171,7 @@ class Disk(Tier):
         stores: Stores,
         values: Tensor,
         dtype: torch.dtype,
-        moments: int,
+        moments: Sequence[torch.dtype],
         weights: Callable[[], Values] | None,
     ) -> Record:
         splits = stores.offload.compact and weights is not None
@@ -177,7 +181,7 @@ class Disk(Tier):
         master.write(values)
         return Record(self, master, tuple(rest))
 
-    def add_moments(self, stores: Stores, record: Record, moments: int) -> None:
+    def add_moments(self, stores: Stores, record: Record, moments: Sequence[torch.dtype]) -> None:
         """They exist already, as the file starts out as zeros."""
 
     def _allocate(self, stores: Stores, numel: int, dtypes: Sequence[torch.dtype]) -> list[Section]:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from zero.files.dtypes import TORCH, name_of
 from zero.optimizer.piece_state import in_memory_order, is_elementwise
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
 from zero.optimizer.stepped import SteppedPiece
@@ -41,8 +42,8 @@ class OptimizerState:
             if self._is_whole(group):
                 return self._of_parameter(unit, group, index)
             return {
-                key: _entry(self._gather(unit, group, key, kind), group, index, kind).clone()
-                for key, kind in self._keys(group, index).items()
+                key: _entry(self._gather(unit, group, key, kind, TORCH[dtype]), group, index, kind).clone()
+                for key, (kind, dtype) in self._keys(group, index).items()
             }
 
     def _pieces(self, group: FlatGroup, index: int) -> Iterator[SteppedPiece]:
@@ -60,37 +61,44 @@ class OptimizerState:
         pieces = self._pieces(group, index)
         state: dict[str, Any] = next((self._state.get(piece.parameter, {}) for piece in pieces), {})
         mine = {key: value for key, value in state.items() if isinstance(value, Tensor)}
-        shapes = communicator.all_gather_object({key: list(value.shape) for key, value in mine.items()})
+        forms = communicator.all_gather_object(
+            {key: [list(value.shape), name_of(value.dtype, key)] for key, value in mine.items()}
+        )
         members = group.mesh.members
-        source = max(range(len(members)), key=lambda rank: len(shapes[members[rank]]))
+        source = max(range(len(members)), key=lambda rank: len(forms[members[rank]]))
         found = {}
-        for key, shape in shapes[members[source]].items():
-            value = torch.zeros(shape, dtype=torch.float32, device=group.home.data.device)
+        for key, (shape, dtype) in forms[members[source]].items():
+            value = torch.zeros(shape, dtype=TORCH[dtype], device=group.home.data.device)
             if key in mine:
                 value.copy_(mine[key])
             if group.shards > 1:
-                communicator.broadcast(unit.name, value.view(-1), source, group.mesh.data)
+                communicator.broadcast(unit.name, value.view(-1).view(torch.uint8), source, group.mesh.data)
             found[key] = value
         return found
 
-    def _keys(self, group: FlatGroup, index: int) -> dict[str, Kind]:
-        """The state tensors of a parameter, agreed on by the ranks, since one may own no piece."""
-        mine: dict[str, Kind] = {}
+    def _keys(self, group: FlatGroup, index: int) -> dict[str, tuple[Kind, str]]:
+        """The state tensors of a parameter with the names of their dtypes, agreed on by the ranks, since one
+        may own no piece. Single numbers have fp32."""
+        mine: dict[str, tuple[Kind, str]] = {}
         for piece in self._pieces(group, index):
             for key, value in self._state.get(piece.parameter, {}).items():
                 if isinstance(value, (Tensor, Stored)):
-                    wide = is_elementwise(key, value, piece.parameter)
-                    mine[key] = "elements" if wide else mine.get(key, "scalar")
-        merged: dict[str, Kind] = {}
+                    if is_elementwise(key, value, piece.parameter):
+                        mine[key] = "elements", name_of(value.dtype, key)
+                    mine.setdefault(key, ("scalar", "F32"))
+        merged: dict[str, tuple[Kind, str]] = {}
         for theirs in self._full_parameters.communicator.all_gather_object(mine):
-            for key, kind in theirs.items():
-                merged[key] = "elements" if "elements" in (kind, merged.get(key)) else "scalar"
+            for key, (kind, dtype) in theirs.items():
+                if kind == "elements" or key not in merged:
+                    merged[key] = kind, dtype
         return dict(sorted(merged.items()))
 
-    def _gather(self, unit: ShardedUnit, group: FlatGroup, key: str, kind: Kind) -> Tensor:
+    def _gather(
+        self, unit: ShardedUnit, group: FlatGroup, key: str, kind: Kind, dtype: torch.dtype
+    ) -> Tensor:
         """One state tensor of a whole group: flat in buffer order, or one number per parameter."""
         numel = group.layout.shard_numel if kind == "elements" else len(group.names)
-        flat = torch.zeros(numel, dtype=torch.float32, device=group.home.data.device)
+        flat = torch.zeros(numel, dtype=dtype, device=group.home.data.device)
         for stepped in self._subs_of[group]:
             for piece in stepped.pieces:
                 value = self._state.get(piece.parameter, {}).get(key)
