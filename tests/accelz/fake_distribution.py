@@ -30,7 +30,7 @@ def accelz_backend():
 
 
 def good(
-    name: str, priority: int = 10, available: bool = True, reason: str = "a double of the cpu", api: int = 1
+    name: str, priority: int = 10, available: bool = True, reason: str = "a double of the cpu", api: int = 2
 ) -> str:
     """Source of a sound backend that computes on the CPU under another name."""
     return GOOD.format(name=name, api=api, priority=priority, available=available, reason=reason)

@@ -40,7 +40,7 @@ def _line(output: str, name: str) -> str:
 def test_version() -> None:
     done = _run("--version")
     assert done.exit_code == 0
-    assert done.stdout == "accelz 0.1.0, interface 1\n"
+    assert done.stdout == "accelz 0.1.0, interface 2\n"
 
 
 def test_list_shows_every_state_and_the_choice(site: Path) -> None:

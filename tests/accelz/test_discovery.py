@@ -16,9 +16,15 @@ BROKEN = {
     "import failure": ("import a_library_that_is_not_there", "ModuleNotFoundError: .*a_library_that"),
     "exit at import": ("raise SystemExit(3)", "SystemExit: 3"),
     "syntax error": ("def broken(:", "SyntaxError"),
-    "older API": (good("foo", api=0), "API 0, this accelz has API 1: pip install --upgrade accelz-foo"),
-    "newer API": (good("foo", api=2), "API 2, this accelz has API 1: pip install --upgrade accelz$"),
-    "API version of another type": (good("foo").replace(", 1,", ", '1',"), "api_version is '1'.*an integer"),
+    "older API": (
+        good("foo", api=0),
+        "API 0, this accelz has API 2 and takes 1 too: pip .* --upgrade accelz-foo",
+    ),
+    "newer API": (
+        good("foo", api=3),
+        "API 3, this accelz has API 2 and takes 1 too: pip .* --upgrade accelz$",
+    ),
+    "API version of another type": (good("foo").replace(", 2,", ", '2',"), "api_version is '2'.*an integer"),
     "priority of another type": (good("foo").replace("10", "'high'"), "priority is 'high'.*an integer"),
     "another name": (good("bar"), "entry point is called 'foo' but its descriptor 'bar'"),
     "misspelled hook": (

@@ -21,8 +21,16 @@ from typing import Any
 import pluggy
 
 from accelz import apart, hooks
+from accelz.earlier import adapted
 from accelz.errors import BackendError
-from accelz.hooks import API_VERSION, ENTRY_POINT_GROUP, PROJECT, BackendDescriptor, Probe
+from accelz.hooks import (
+    API_VERSION,
+    ENTRY_POINT_GROUP,
+    OLDEST_API_VERSION,
+    PROJECT,
+    BackendDescriptor,
+    Probe,
+)
 from accelz.patience import patience
 from accelz.ranks import machine
 
@@ -32,6 +40,8 @@ FIRST_PARTY = ("cpu", "cuda", "hpu", "xpu")
 PROBE_SECONDS = 10.0
 """What importing a plugin and its probe may take each; ACCELZ_PATIENCE multiplies it."""
 IMPORT, PROBE = "importing it", "its probe"
+WRITTEN_FOR = "written for accelz API"
+"""How the reason of a backend begins that was written for a version of the interface that is not taken."""
 LONGEST_REASON = 300
 
 
@@ -241,18 +251,18 @@ def _checked(entry: EntryPoint, descriptor: object) -> BackendDescriptor:
             raise BackendError(
                 f"{entry.value}: the descriptor's {field} is {value!r}; it must be {_KINDS[kind]}"
             )
-    if descriptor.api_version != API_VERSION:
+    if not OLDEST_API_VERSION <= descriptor.api_version <= API_VERSION:
         newer = "accelz" if descriptor.api_version > API_VERSION else _distribution(entry)
         raise BackendError(
-            f"written for accelz API {descriptor.api_version}, this accelz has API {API_VERSION}: "
-            f"pip install --upgrade {newer}"
+            f"{WRITTEN_FOR} {descriptor.api_version}, this accelz has API {API_VERSION} and takes "
+            f"{OLDEST_API_VERSION} too: pip install --upgrade {newer}"
         )
     if descriptor.name != entry.name:
         raise BackendError(
             f"the entry point is called {entry.name!r} but its descriptor {descriptor.name!r}; "
             "give both the same name"
         )
-    return descriptor
+    return adapted(descriptor)
 
 
 def _mark_duplicates(rows: list[BackendRow]) -> list[BackendRow]:

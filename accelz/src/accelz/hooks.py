@@ -16,8 +16,10 @@ if TYPE_CHECKING:
 
 PROJECT = "accelz"
 ENTRY_POINT_GROUP = "accelz.backends"
-API_VERSION = 1
+API_VERSION = 2
 """Version of this accelz's interface. A backend declares the version it was written for."""
+OLDEST_API_VERSION = API_VERSION - 1
+"""The oldest version whose backends are taken, by way of `accelz.earlier`: docs/api-stability.md."""
 
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
@@ -36,7 +38,7 @@ class BackendDescriptor:
     """What a backend says about itself before any device library is imported.
 
     name: the value of ACCELZ_DEVICE that selects it; must equal the entry point's name.
-    api_version: the `accelz.API_VERSION` the backend was written for.
+    api_version: the `accelz.API_VERSION` the backend was written for; the one before it is taken too.
     priority: when ACCELZ_DEVICE is unset, the available backend with the highest one wins (cpu has 0, devices
         100). A backend with a priority below 0, such as a simulation, is used only when asked for.
     probe: cheap, repeatable, safe before and after fork; imports the device library only if it must.

@@ -11,6 +11,7 @@ from accelz import discovery, hardware_hints
 from accelz.accelerator import Accelerator
 from accelz.discovery import BackendRow, Status
 from accelz.errors import BackendError, BackendNotFoundError, BackendUnavailableError, SelectionError
+from accelz.hooks import API_VERSION
 from accelz.ranks import machine
 from accelz.roles.host import HOST
 from accelz.roles.kernels import Kernels
@@ -112,6 +113,7 @@ def _choose(environ: Mapping[str, str]) -> Accelerator:
 
 def _load(row: BackendRow) -> Accelerator:
     assert row.descriptor is not None
+    _warn_of_age(row, row.descriptor.api_version)
     try:
         accelerator = row.descriptor.load()
     except (Exception, SystemExit) as error:  # no library may end the user's process
@@ -163,6 +165,15 @@ def _warn_broken(rows: list[BackendRow]) -> None:
                 "ACCELZ_DEVICE, or ACCELZ_DISABLE to skip it without this warning)",
                 stacklevel=4,
             )
+
+
+def _warn_of_age(row: BackendRow, version: int) -> None:
+    if version < API_VERSION:
+        machine.warn(
+            f"backend {row.name!r} ({row.distribution}) is for accelz API {version}. This accelz has API "
+            f"{API_VERSION} and adapts it; the one after it will not: upgrade {row.distribution}",
+            stacklevel=6,
+        )
 
 
 def _warn_of_ties(chosen: BackendRow, rows: list[BackendRow]) -> None:

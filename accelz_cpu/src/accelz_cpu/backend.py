@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @hookimpl
 def accelz_backend() -> BackendDescriptor:
-    return BackendDescriptor(name="cpu", api_version=1, priority=0, probe=_probe, load=_load, host=True)
+    return BackendDescriptor(name="cpu", api_version=2, priority=0, probe=_probe, load=_load, host=True)
 
 
 def _probe() -> Probe:

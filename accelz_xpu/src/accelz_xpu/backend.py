@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @hookimpl
 def accelz_backend() -> BackendDescriptor:
-    return BackendDescriptor(name="xpu", api_version=1, priority=100, probe=_probe, load=_load)
+    return BackendDescriptor(name="xpu", api_version=2, priority=100, probe=_probe, load=_load)
 
 
 def _probe() -> Probe:

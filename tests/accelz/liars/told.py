@@ -30,7 +30,7 @@ def load():
 
 @hookimpl
 def accelz_backend():
-    return BackendDescriptor("liar", 1, 5, lambda: Probe(True, "says so"), load)
+    return BackendDescriptor("liar", 2, 5, lambda: Probe(True, "says so"), load)
 """
 """A backend's plugin, which loads what `call`, a call of a function of this module, returns."""
 

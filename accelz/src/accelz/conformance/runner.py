@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from accelz.conformance import TEST_SECONDS, progress
-from accelz.discovery import disabled_names, how_to_have, installed
-from accelz.errors import AccelzError, BackendNotFoundError, BackendUnavailableError
+from accelz.discovery import WRITTEN_FOR, disabled_names, how_to_have, inspect, installed
+from accelz.errors import AccelzError, BackendError, BackendNotFoundError, BackendUnavailableError
 
 NO_TESTS, USAGE = 5, 4  # pytest's exit codes
 ORDINARY = range(6)
@@ -102,6 +102,9 @@ def _require(name: str) -> None:
         raise AccelzError("the conformance kit needs pytest: pip install 'accelz[check]'")
     if name in disabled_names(os.environ):
         raise BackendUnavailableError(f"backend {name!r} is switched off by ACCELZ_DISABLE")
+    for row in inspect(installed(name)):
+        if row.reason.startswith(WRITTEN_FOR):
+            raise BackendError(f"backend {name!r} ({row.distribution}) is {row.reason}")
     if not installed(name):
         names = ", ".join(e.name for e in installed()) or "none"
         raise BackendNotFoundError(

@@ -17,7 +17,7 @@ PRIORITY = -100
 
 @hookimpl
 def accelz_backend() -> BackendDescriptor:
-    return BackendDescriptor(name=NAME, api_version=1, priority=PRIORITY, probe=_probe, load=_load)
+    return BackendDescriptor(name=NAME, api_version=2, priority=PRIORITY, probe=_probe, load=_load)
 
 
 def _probe() -> Probe:
