@@ -87,7 +87,7 @@ def trained(
     **loop: Any,
 ) -> dict[str, Any]:
     """Return the log and, on rank 0, the weights."""
-    begin_job(context, plain=stage is None)
+    begin_job(context)
     accelerator = make_accelerator(stage, **(settings or {}))
     parts = make_parts()
     prepare(accelerator, parts, calls)
@@ -191,7 +191,7 @@ def saved_model(context: Context, directory: str) -> dict[str, Any]:
 
 def evaluated(context: Context, stage: int | None) -> dict[str, Any]:
     """Train an epoch, then collect a number of every row, of which the last batch has fewer."""
-    begin_job(context, plain=stage is None)
+    begin_job(context)
     accelerator, parts = make_accelerator(stage), make_parts()
     prepare(accelerator, parts, (ALL_AT_ONCE,))
     train(accelerator, parts)
@@ -207,7 +207,7 @@ def evaluated(context: Context, stage: int | None) -> dict[str, Any]:
 
 def only_read(context: Context, stage: int | None) -> dict[str, Any]:
     """Evaluate a model that has no optimizer, as a reference has none."""
-    begin_job(context, plain=stage is None)
+    begin_job(context)
     accelerator, tokens = make_accelerator(stage), token_rows(4)
     model = accelerator.prepare(language_model()).eval()
     with torch.no_grad():
@@ -218,7 +218,7 @@ def only_read(context: Context, stage: int | None) -> dict[str, Any]:
 
 def manual_windows(context: Context, stage: int | None) -> dict[str, Any]:
     """Two backwards for a step with no_sync, as in the guide for loops that do not use `accumulate`."""
-    begin_job(context, plain=stage is None)
+    begin_job(context)
     accelerator, parts = make_accelerator(stage), make_parts()
     prepare(accelerator, parts, (ALL_AT_ONCE,))
     model, optimizer, losses = parts["model"], parts["optimizer"], []
@@ -248,7 +248,7 @@ def scheduled_alone(context: Context, calls: tuple[Any, ...]) -> list[float]:
 
 def scaled(context: Context, stage: int | None, calls: tuple[Any, ...]) -> dict[str, Any]:
     """Train with the GradScaler that mixed_precision="fp16" brings on an accelerator; one step overflows."""
-    begin_job(context, plain=stage is None)
+    begin_job(context)
     accelerator, parts = make_accelerator(stage), make_parts()
     accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
     prepare(accelerator, parts, calls)
@@ -266,7 +266,7 @@ def scaled(context: Context, stage: int | None, calls: tuple[Any, ...]) -> dict[
 
 def two_models(context: Context, stage: int | None) -> dict[str, Any]:
     """Two models with an optimizer each, prepared in one call, as for a GAN."""
-    begin_job(context, plain=stage is None)
+    begin_job(context)
     accelerator = make_accelerator(stage)
     first, second = language_model(seed=0), language_model(seed=1)
     optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-3) for model in (first, second)]

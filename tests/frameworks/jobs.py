@@ -6,25 +6,25 @@ import gc
 import os
 from typing import Any
 
+import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from accelz.conformance.cluster import Context
+from tests.frameworks.hosted import use_the_host
 
 VOCABULARY = 64
 
 
-def begin_job(context: Context, plain: bool = False) -> None:
-    """Let this rank look as if a launcher had just started it: frameworks keep what they know of the job.
-
-    plain: on the CPU, whatever device the engine is tested on.
-    """
+def begin_job(context: Context) -> None:
+    """Let this rank look as if a launcher had just started it: frameworks keep what they know of the job."""
     rank, size = str(context.rank), str(context.size)
     os.environ |= {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
-    device = context.accelerator.device
-    os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu" if plain else str(device)
+    os.environ["ACCELERATE_TORCH_DEVICE"] = str(context.accelerator.device)
+    if context.accelerator.name == "sim":
+        use_the_host("PrivateUse1")
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     gc.collect()
@@ -55,10 +55,18 @@ def token_rows(rows: int, length: int = 12, seed: int = 1) -> torch.Tensor:
 
 def on_host(state: dict[str, torch.Tensor]) -> dict[str, Any]:
     """Tensors as arrays, which ranks can send back to the test."""
-    return {name: value.detach().float().numpy() for name, value in state.items()}
+    return {name: value.detach().float().cpu().numpy() for name, value in state.items()}
+
+
+def assert_same_log(found: Any, wanted: Any, within: float) -> None:
+    """Entries of two logs, without times."""
+    assert len(found) == len(wanted)
+    for mine, theirs in zip(found, wanted, strict=True):
+        mine, theirs = ({k: v for k, v in entry.items() if "time" not in k} for entry in (mine, theirs))
+        assert mine == pytest.approx(theirs, rel=within, abs=min(within, 1e-6))
 
 
 def furthest(found: dict[str, Any], wanted: dict[str, Any]) -> float:
     """The largest difference between values of the same names."""
     assert found.keys() == wanted.keys()
-    return max(float(abs(found[name] - wanted[name]).max()) for name in wanted)
+    return max((float(abs(found[name] - wanted[name]).max()) for name in wanted), default=0.0)

@@ -8,7 +8,7 @@ import pytest
 
 from accelz.conformance.cluster import Clusters
 from tests.frameworks import peft_runs as runs
-from tests.frameworks.jobs import furthest
+from tests.frameworks.jobs import assert_same_log, furthest
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -16,8 +16,7 @@ from tests.frameworks.jobs import furthest
 def test_an_adapter_is_trained_and_saved(cluster: Clusters, tmp_path: Path, kind: str, stage: int) -> None:
     found = cluster(2).run(runs.adapted, stage=stage, directory=str(tmp_path / "mine"), kind=kind)[0]
     wanted = cluster(2).run(runs.adapted, stage=None, directory=str(tmp_path / "plain"), kind=kind)[0]
-    for mine, theirs in zip(found["log"], wanted["log"], strict=True):
-        assert mine == pytest.approx(theirs, rel=1e-6, abs=1e-6)
+    assert_same_log(found["log"], wanted["log"], 1e-6)
     assert furthest(found["saved"], wanted["saved"]) < 1e-6
     assert furthest(found["loaded"], found["saved"]) == 0
     assert found["files"] == wanted["files"]

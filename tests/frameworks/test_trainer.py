@@ -10,7 +10,7 @@ import transformers
 
 from accelz.conformance.cluster import Clusters
 from tests.frameworks import trainer_runs as runs
-from tests.frameworks.jobs import furthest
+from tests.frameworks.jobs import assert_same_log, furthest
 from zero.integrations.transformers import PRIVATE
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -24,12 +24,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "shrinking": {"settings": {"auto_find_batch_size": True, "num_train_epochs": 1}, "most_rows": 1},
     "bf16": {"settings": {"bf16": True, "max_grad_norm": 0.0, "learning_rate": 1e-3}},
 }
-
-
-def assert_same_log(found: Any, wanted: Any, within: float) -> None:
-    assert len(found) == len(wanted)
-    for mine, theirs in zip(found, wanted, strict=True):
-        assert mine == pytest.approx(theirs, rel=within, abs=within)
 
 
 @pytest.fixture(scope="module")
