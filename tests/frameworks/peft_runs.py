@@ -31,20 +31,41 @@ def model_with(kind: str) -> Any:
     return peft.get_peft_model(language_model(), ADAPTERS[kind]())
 
 
+def save_by_hand(trainer: Any, directory: str) -> None:
+    """As in the migration guide, without Trainer."""
+    if trainer.model.active_peft_config.is_prompt_learning:
+        with zero.gathered(trainer.model):
+            if trainer.engine.rank == 0:
+                trainer.model.save_pretrained(directory)
+        return
+    state = trainer.engine.state_dict(trainable_only=True)
+    if trainer.engine.rank == 0:
+        with zero.gathered([]):
+            trainer.model.save_pretrained(directory, state_dict=state)
+
+
 def adapted(context: Context, stage: int | None, directory: str, kind: str) -> dict[str, Any]:
     """Train an adapter, save it, and load it by PEFT onto a plain model."""
     begin_job(context)
     settings = {"save_strategy": "epoch"}
     trainer = runs.make_trainer(stage, directory, settings, model_with(kind))
     trainer.train()
+    moved = 0 if stage is None else trainer.engine.traffic.bytes["all_gather"]
     trainer.save_model()
+    if stage is not None:
+        moved = trainer.engine.traffic.bytes["all_gather"] - moved
+        save_by_hand(trainer, f"{directory}/by_hand")
     trainer.accelerator.wait_for_everyone()
     loaded = peft.PeftModel.from_pretrained(language_model(), directory)
+    by_hand = Path(directory) / "by_hand" / "adapter_model.safetensors"
     return {
+        "by_hand": on_host(load_file(by_hand)) if stage is not None else {},
         "log": runs.history(trainer),
         "saved": on_host(load_file(Path(directory) / "adapter_model.safetensors")),
         "loaded": on_host(peft.get_peft_model_state_dict(loaded)),
-        "files": sorted(os.listdir(directory)),
+        "files": sorted(set(os.listdir(directory)) - {"by_hand"}),
+        "moved": moved,
+        "layer": 4 * sum(parameter.numel() for parameter in language_model().model.layers[0].parameters()),
     }
 
 

@@ -19,7 +19,9 @@ def test_an_adapter_is_trained_and_saved(cluster: Clusters, tmp_path: Path, kind
     assert_same_log(found["log"], wanted["log"], 1e-6)
     assert furthest(found["saved"], wanted["saved"]) < 1e-6
     assert furthest(found["loaded"], found["saved"]) == 0
+    assert furthest(found["by_hand"], found["saved"]) == 0
     assert found["files"] == wanted["files"]
+    assert found["moved"] < 2 * found["layer"] or kind == "prompt"  # the two layers of the base stay sharded
 
 
 @pytest.mark.parametrize("kind", ["lora", "prompt"])

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from glob import escape
 from pathlib import Path
 from typing import Any
 
@@ -105,13 +106,12 @@ class TrainerMixin:
     # -- saving (collective: Trainer calls these on every rank) ----------------------------------------
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        if self.engine is not None and _has_adapter(self.model):
-            with gathered(_added(self.model)):  # PEFT asks the model itself, and reads no more than this
-                super()._save(output_dir, state_dict)  # type: ignore[misc]
-            return
-        if self.engine is not None and state_dict is None:
-            state_dict = self.engine.state_dict()
-        super()._save(output_dir, state_dict)  # type: ignore[misc]
+        called = _called(self.model)
+        if self.engine is not None and state_dict is None and not called:
+            state_dict = self.engine.state_dict(include=_added(self.model))
+        # PEFT also asks the model for its names, which needs a block.
+        with nullcontext() if self.engine is None else gathered(called):
+            super()._save(output_dir, state_dict)  # type: ignore[misc]
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if self.engine is None:
@@ -138,6 +138,8 @@ class TrainerMixin:
             )
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        if self.engine is not None and (Path(resume_from_checkpoint) / _FOLDER).is_dir():
+            return  # the engine's checkpoint has the weights, too
         with self._whole():
             super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
 
@@ -188,13 +190,22 @@ def _has_adapter(model: nn.Module) -> bool:
     return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
 
 
-def _added(model: Any) -> list[nn.Parameter]:
-    """What PEFT reads to save: what is trained and all adapters, which its names tell. Prompts are computed
-    by calls of modules, which need all of their units."""
-    called = any(config.is_prompt_learning for config in model.peft_config.values())
+def _called(model: Any) -> list[nn.Parameter]:
+    """The parameters of what PEFT calls as it saves: to compute prompts, modules, which need all units."""
+    prompts = _has_adapter(model) and any(each.is_prompt_learning for each in model.peft_config.values())
+    return list(model.parameters()) if prompts else []
+
+
+def _added(model: Any) -> list[str] | None:
+    """Names of what PEFT may save: what is trained, all adapters, and embeddings, which it takes where they
+    were resized; None for a model without adapters."""
+    if not _has_adapter(model):
+        return None
+    embeddings = {model.get_input_embeddings(), model.get_output_embeddings()} - {None}
+    own = {parameter for module in embeddings for parameter in module.parameters()}
     adapters = [f".{name}." for name in model.peft_config]
     return [
-        parameter
-        for name, parameter in model.named_parameters()
-        if called or parameter.requires_grad or any(adapter in f"{name}." for adapter in adapters)
+        escape(name)
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+        if tensor.requires_grad or tensor in own or any(adapter in f"{name}." for adapter in adapters)
     ]
