@@ -317,6 +317,9 @@ def test_the_public_face_is_frozen() -> None:
         "reload_states",
         "trace_memory",
         "memory_report",
+        "observe",
+        "log",
+        "count_flops",
     ]
     assert list(zero.Config.model_fields) == [
         "stage",

@@ -14,30 +14,9 @@ from accelz.conformance.cluster import Clusters, Context
 from tests.zero.helpers.freed import freed_body
 from tests.zero.helpers.models import Stack, device_of, language_loss
 from tests.zero.helpers.models import fresh as language_model
+from tests.zero.helpers.observing import WaitWatcher
 from tests.zero.helpers.paths import Optionals, decaying, optional_loss, straight
 from tests.zero.helpers.training import adamw, collected, exchanges_of, living, own_work_seen
-
-# Operations by which a value on the device reaches the host.
-_WAITING = {"_local_scalar_dense", "is_nonzero", "equal", "nonzero", "item"}
-
-
-class WaitWatcher(TorchDispatchMode):
-    """Collects operations that would make the host wait for floating-point values of the device.
-
-    Control messages are integers in host memory on every device and do not count.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        name = func.overloadpacket.__name__
-        if name in _WAITING and isinstance(args[0], Tensor) and args[0].is_floating_point():
-            self.seen.append(name)
-        return func(*args, **(kwargs or {}))
 
 
 def waiting_body(context: Context, **settings: Any) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.flop_counter import FlopCounterMode
 
 from accelz import Accelerator
 from zero.checkpoint.checkpoints import Checkpoints
@@ -29,8 +31,11 @@ from zero.memory.memory_report import MemoryReport
 from zero.memory.memory_tracer import MemoryTracer
 from zero.memory.placement_policy import StaticPlacementPolicy, asking_to_repeat
 from zero.migration_hints import explained, missing, no_tuple
+from zero.observe.observation import Facts, Observing
+from zero.observe.observer import Observer, Run
 from zero.optimizer.state_offload import StateOffload
 from zero.pretrained import Request, fill_engine
+from zero.sharding.lifetime import weakly
 from zero.sharding.selection import Selection
 from zero.sharding.sharded_unit import ShardedUnit
 from zero.training_pass.boundary import Boundary
@@ -442,7 +447,10 @@ class Engine:
         """
         rank, given = rank_state or {}, state or {}
         select = partial(Selection.of, trainable_only, include)
-        self._checkpoints.save(path, self.steps, given, rank, keep_last, async_, self._check_savable, select)
+        with self._communicator.observation.within("checkpoint"):
+            self._checkpoints.save(
+                path, self.steps, given, rank, keep_last, async_, self._check_savable, select
+            )
 
     @explained
     def load_checkpoint(
@@ -557,7 +565,75 @@ class Engine:
             raise UsageError("no step was traced: call engine.trace_memory() and train a step")
         return self._tracer.report
 
+    # -- observation --------------------------------------------------------------------------------------
+
+    def observe(self, *observers: Observer, flops_per_token: float = 0, peak_flops: float = 0) -> Observing:
+        """Tell observers, such as those in `zero.observe`, of every step and event from now on.
+
+        Call it on every rank; those of rank 0 are told, and others that ask for it (`Observer.every_rank`).
+        The result's `close()`, the end of a `with` block around it, or of the program, tells what is left.
+
+        flops_per_token: the model's floating-point operations, forward and backward (see `count_flops`).
+        peak_flops: of the device, in a second. Both are for the MFU.
+        """
+        observation = self._communicator.observation
+        mine = [each for each in observers if self.rank == 0 or each.every_rank]
+        if mine:
+            observation.begin(mine, self._run(), weakly(self._facts), flops_per_token, peak_flops)
+        return Observing(observation)
+
+    def log(self, **values: float | Tensor) -> None:
+        """Tell the observers numbers of the step under way, or of the last one until the next begins.
+
+        values: numbers or tensors of one element, of this rank, which travel to the host without a wait. What
+        is logged several times in a step is averaged; `tokens` are added up and give tokens per second.
+        """
+        self._communicator.observation.log(values)
+
+    @torch.no_grad()
+    def count_flops(self, *args: Any, **kwargs: Any) -> int:
+        """The floating-point operations of a forward and backward of the model with these inputs, on this
+        rank; collective.
+
+        Runs a forward. A backward counts twice its operations, as is usual for MFU: recomputation does not
+        count, nor do frozen parameters count less. Raises UsageError for a compiled model.
+        """
+        if self._compiled is not None:
+            raise UsageError(_NO_SINGLE_OPERATIONS)
+        with FlopCounterMode(display=False) as counter:
+            self(*args, **kwargs)
+        return 3 * int(counter.get_total_flops())
+
     # -- inside -----------------------------------------------------------------------------------------
+
+    def _run(self) -> Run:
+        parameters = sum(p.numel() for p in self.module.parameters())
+        settings = self.config.model_dump(mode="json")
+        name, device = type(self.module).__name__, str(self.device)
+        return Run(name, device, self.rank, self.world_size, parameters, self.steps, settings)
+
+    def _facts(self) -> Facts:
+        """Of the step that is just over."""
+        traffic = self.traffic
+        groups = self.optimizer.param_groups
+        rate = groups[0]["lr"] if groups else 0.0
+        scale = self._loss_scale
+        numbers = {
+            "learning_rate": rate if isinstance(rate, Tensor) else None,
+            "grad_norm": self._factor.norm,
+            "loss_scale": None if scale is None else scale.scale,
+            "skipped": None if scale is None else scale.in_a_row,
+        }
+        known: dict[str, Any] = {"memory": self._tracer.now(), "ranks": self.world_size}
+        if not isinstance(rate, Tensor):
+            known["learning_rate"] = rate
+        totals = {
+            "calls": Counter(traffic.calls),
+            "bytes": Counter(traffic.bytes),
+            "moved": self._boundary.stores.moved,
+            "waited": Counter({"waited": self._communicator.waited}),
+        }
+        return Facts(known, totals, {name: n for name, n in numbers.items() if n is not None})
 
     def _begin_checkpoint(self, whole: bool) -> None:
         """Begin to load a checkpoint. whole: it has the whole model; otherwise the rest stays as it is."""
@@ -597,6 +673,9 @@ class Engine:
         self._full_parameters.take_in_frozen()
 
 
+_NO_SINGLE_OPERATIONS = (
+    "count_flops() looks at single operations: count them in an engine without zero.Config(compile=...)"
+)
 _ANOTHER_WAY = (
     "the backward entered a unit other than through its output: the loss uses something that was computed "
     "inside the unit, such as a feature that a hook captured or a module keeps. Return it from the unit, or "

@@ -24,10 +24,12 @@ from zero.checkpoint.save_job import RankSave
 from zero.checkpoint.save_messages import SaveMessages, Waiting
 from zero.checkpoint.save_start import refuse, start
 from zero.config.paths import as_path
+from zero.config.sizes import human
 from zero.errors import UsageError
 from zero.files.publication import Publication, check_name
 from zero.files.storage import DISK, Storage
 from zero.loading.together import Together
+from zero.observe.observation import Observation, timed
 from zero.ranges import in_range
 from zero.sharding.selection import Selection
 from zero.tiers.values import lasting
@@ -77,8 +79,10 @@ class Checkpoints:
             check_name(where)
             publication = Publication(self.storage, where, keep_last)
             job = RankSave(messages, self.storage, self._engine.accelerator, publication)
+            job.done = partial(_report, communicator.observation)
             chosen = chosen_of(self._engine, select())
-            self._prepare(job, steps, state, rank_state, chosen, async_)
+            with timed(job.seconds, "collect"):
+                self._prepare(job, steps, state, rank_state, chosen, async_)
         except Exception as error:
             raise refuse(messages, error) from error
         except BaseException as interrupt:
@@ -111,8 +115,12 @@ class Checkpoints:
     @in_range("load")
     def load(self, path: str | Path, options: LoadOptions, before_change: Callable[[bool], None]) -> Loaded:
         """See Engine.load_checkpoint."""
-        self.wait()
-        return load(self._engine, self.storage, as_path(path).absolute(), options, before_change)
+        observation, seconds = self._engine.communicator.observation, dict[str, float]()
+        with observation.within("checkpoint"), timed(seconds, "load"):
+            self.wait()
+            loaded = load(self._engine, self.storage, as_path(path).absolute(), options, before_change)
+        observation.event("load", str(loaded.path), seconds)
+        return loaded
 
     def check_state(self) -> None:
         """Raise StateError, on every rank, if the optimizer has state that cannot be saved. Collective."""
@@ -164,6 +172,13 @@ _SAME_PLACE = (
     "save_checkpoint({0!r}): ranks that differ in other dimensions than those of the data would write the "
     "same files: give each its own directory, f'{0}/{1}{{mesh.get_local_rank({1!r})}}', and load from there"
 )
+
+
+def _report(observation: Observation, job: RankSave) -> None:
+    nbytes = sum(part.nbytes for part in job.mine.parts)
+    speed = human(int(nbytes / max(job.seconds["write"], 1e-9)))
+    text = f"{job.publication.path}: {human(nbytes)} by this rank, at {speed}/s"
+    observation.event("save", text, job.seconds, nbytes)
 
 
 def _check_arguments(state: object, rank_state: object, keep_last: int | None) -> None:

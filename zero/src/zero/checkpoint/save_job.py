@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from zero.files.manifest_assembly import assemble
 from zero.files.publication import Publication
 from zero.files.storage import Storage
 from zero.loading.problems import Problem, error_of, problem_of
+from zero.observe.observation import timed
 from zero.ranges import in_range
 
 _log = logging.getLogger("zero")
@@ -33,6 +34,7 @@ class RankSave:
     described: on rank 0, the manifest's members that are known before the save begins. packed: the memory
     into which pack() copied the parts, if the program continues during the save. failure: the cause, on this
     rank, of the error that is raised. shared: rank 0 raises the same error, which is not this rank's doing.
+    seconds: by phase. done(): called with this once it is complete.
     """
 
     messages: SaveMessages
@@ -44,6 +46,8 @@ class RankSave:
     packed: Tensor | None = None
     failure: Exception | None = None
     shared: bool = False
+    seconds: dict[str, float] = field(default_factory=dict)
+    done: Callable[[RankSave], None] = lambda save: None
 
     def run(self) -> None:
         """Write this rank's file and publish the checkpoint. Raises on every rank or on none."""
@@ -53,11 +57,13 @@ class RankSave:
             self.publication.close()
         if problem:
             raise error_of(problem) from self.failure
+        self.done(self)
 
     def _run(self) -> Problem:
         rank, messages = self.messages.rank, self.messages
         try:
-            report = self._write(self._begin())
+            with timed(self.seconds, "write"):
+                report = self._write(self._begin())
         except Exception as error:
             self.failure = error
             report = {"problem": problem_of(error, PART.format(rank))}
@@ -66,7 +72,8 @@ class RankSave:
             outcome = self._outcome(report.get("problem", []))
             messages.publish("leave", None)
             return outcome
-        outcome = self._publish()
+        with timed(self.seconds, "publish"):
+            outcome = self._publish()
         self._tell(outcome)
         if outcome[:1] != [CommunicationError.__name__]:  # otherwise nobody may be there
             take_leave(messages)

@@ -30,6 +30,7 @@ from zero.communication.mesh import Mesh
 from zero.communication.notes import not_everywhere
 from zero.communication.reports import names
 from zero.errors import CommunicationError, RankMismatchError
+from zero.observe.observation import Observation
 from zero.warning import warn
 
 
@@ -67,6 +68,7 @@ class Communicator:
     group: the engine's ranks, which have different data and issue the same. whole: all ranks of the job,
     which are more where its mesh has other dimensions than those of the data. alike: those whose models have
     the same structure. Collectives of a group of parameters are over the ranks of its mesh.
+    observation: what the engine's parts report to.
 
     in_pass: inside something that ends with an agreement of the ranks, such as a forward or backward.
     norm_is_read: whether the norm of the gradients is read, on this rank so far or, since the last agreement,
@@ -85,6 +87,7 @@ class Communicator:
         self.alike = groups.part(groups.grid.parts(groups.grid.alike))
         self._others: dict[int, Group] = {}  # that collectives were issued over, by id
         self.ledger = Ledger(groups, name)
+        self.observation = Observation(accelerator)
         self.in_pass = False
         self.norm_is_read = False
         self.peers = groups.job.peers.of(groups.ranks)
@@ -127,6 +130,11 @@ class Communicator:
     def issued(self) -> int:
         """How many collectives and exchanges there have been so far."""
         return self.ledger.count
+
+    @property
+    def waited(self) -> float:
+        """Seconds of the host in collectives so far."""
+        return self.ledger.line.waits.seconds
 
     def waiting(self, what: str, limit: float) -> AbstractContextManager[None]:
         """Wrap a wait for other ranks in something else than a collective, so that they can be told of it.

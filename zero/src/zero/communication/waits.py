@@ -51,7 +51,7 @@ _Published = tuple[int, str, Log]  # by a rank: a wait's number; its place, "" o
 class Waits:
     """The waits of the engines in one line. key: the engine's key in the store. log: its last collectives.
 
-    alike, name: as in `Line`.
+    alike, name: as in `Line`. seconds: of the host, in waits that are over.
     """
 
     def __init__(
@@ -72,6 +72,7 @@ class Waits:
         self._waits: dict[int, Wait] = {}  # by thread
         self._seen: dict[int, _Published] = {}  # what was last read of other ranks
         self.patience = min(LONGEST, group.timeout / 4)
+        self.seconds = 0.0
         if group.size > 1:
             keep_looking(self)
 
@@ -98,6 +99,7 @@ class Waits:
     def over(self, wait: Wait) -> None:
         """Note that the wait has ended well."""
         self._waits.pop(get_ident(), None)
+        self.seconds += time.monotonic() - wait.began
         if wait.published:
             with suppress(RuntimeError, OSError):
                 self._publish(wait.number, "")

@@ -152,6 +152,9 @@ class AutoPlacementPolicy(StaticPlacementPolicy):
         if freed:
             self._accelerator.memory.trim()
             self._count_anew()  # the next steps tell how much may come back
+            self._communicator.observation.event(
+                "out of memory", f"{human(freed)} of optimizer state was moved to the host", nbytes=freed
+            )
             warn(
                 f"the device of rank {self._communicator.group.rank} ran out of memory: {human(freed)} of "
                 "optimizer state was moved to the host so that the failed operation can be repeated. Steps "
@@ -195,6 +198,9 @@ class AutoPlacementPolicy(StaticPlacementPolicy):
                 self._near.append(stepped)
             else:
                 self._move(stepped, ON_HOST)
+        nbytes = self._forecast.records_bytes(self._near)
+        text = f"{human(nbytes)} of optimizer state is on the device, the rest on the host"
+        self._communicator.observation.event("placement", text, nbytes=nbytes)
 
     def _found_room(self, stepped: SteppedSubGroup) -> bool:
         try:

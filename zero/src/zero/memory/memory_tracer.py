@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 
 import torch
 
@@ -16,6 +17,9 @@ from zero.optimizer.sharded_optimizer import ShardedOptimizer
 from zero.sharding.sharded_unit import ShardedUnit
 from zero.tiers.device_bytes import DeviceBytes
 from zero.tiers.tracer import PhaseName
+
+LOOK_EVERY = 1.0
+"""Seconds."""
 
 
 class MemoryTracer:
@@ -35,6 +39,8 @@ class MemoryTracer:
         self._reducer: Callable[[], GradientReducer | None] = lambda: None  # weak, like the next
         self._optimizer: Callable[[], ShardedOptimizer | None] = lambda: None
         self._begun = 0.0
+        self._looked = -LOOK_EVERY
+        self._now: dict[str, int] = {}
         self._samples: list[Sample] = []
         self._away = 0  # gradients that have left
         self._before = 0  # bytes in use that were not the engine's, before the forwards without a backward
@@ -115,6 +121,15 @@ class MemoryTracer:
         self._samples.clear()
         self._fresh = self._no_pending_forward = True
         self._follows = False
+
+    def now(self) -> dict[str, int]:
+        """Bytes of the device by category, for observers of the run. Looked up once in a while: where the
+        device is the host, it takes longer than other reports."""
+        if time.monotonic() - self._looked > LOOK_EVERY:
+            self._looked, stats = time.monotonic(), self._memory.stats()
+            counted = {"allocated": stats.allocated, "peak": stats.peak, "capacity": stats.capacity}
+            self._now = {**asdict(self.held()), **counted}
+        return self._now
 
     def held(self) -> DeviceBytes:
         """What the engine holds of the device now."""

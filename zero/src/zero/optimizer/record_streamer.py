@@ -16,7 +16,6 @@ from zero.optimizer.stepped import SteppedSubGroup
 from zero.optimizer.streamed_record import Residence, StreamedRecord
 from zero.sharding.sharded_unit import ShardedUnit
 from zero.sharding.sub_group import SubGroup
-from zero.tiers.carrier import Carrier
 from zero.tiers.record import Opened
 from zero.tiers.stores import Stores
 
@@ -39,7 +38,7 @@ class RecordStreamer:
         self._streamed: dict[SubGroup, StreamedRecord] = {}
         self._passing: list[StreamedRecord] = []  # those that came in this step, in order
         if streamed_subs:
-            outwards = Carrier(stores.accelerator)
+            outwards = stores.new_carrier()
             self._streamed = {mine.sub: StreamedRecord(stores, mine, outwards) for mine in streamed_subs}
         chunk = stores.accelerator.kernels.chunk
         self.scratch = max((scratch_bytes(mine.sub.numel, chunk) for mine in streamed_subs), default=0)

@@ -69,6 +69,7 @@ class ShardSource:
     def on_device(self) -> Iterator[Tensor]:
         """Yield what `in_memory` does, moved to the device if it is not there."""
         with self.in_memory() as shard:
+            self._stores.count_move("to device", shard.nbytes if shard.device != self._device else 0)
             move = partial(shard.to, self._device, non_blocking=True)
             yield allocate(self._stores, "to gather", self._unit, shard.nbytes, move)
 

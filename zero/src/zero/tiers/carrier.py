@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -48,10 +48,11 @@ class Carrier:
     """Runs copies on side streams.
 
     One stream serves both directions, in the order of issue; another one serves what only the device waits
-    for.
+    for. moved: where to count bytes, "to host" and "to device".
     """
 
-    def __init__(self, accelerator: Accelerator) -> None:
+    def __init__(self, accelerator: Accelerator, moved: Counter[str] | None = None) -> None:
+        self._moved = Counter[str]() if moved is None else moved
         self._accelerator = accelerator
         self._streams = accelerator.streams
         self._stream = accelerator.streams.new()
@@ -68,6 +69,7 @@ class Carrier:
 
         The caller drops `values` at once; the device has its memory back when the copy is complete.
         """
+        self._moved["to host"] += values.nbytes
         host = self._accelerator.memory.empty_host(tuple(values.shape), values.dtype)
         self._stream.wait(self._streams.current().record())
         with self._streams.use(self._stream):
@@ -101,6 +103,7 @@ class Carrier:
 
         Copies that `to_host` begins later land later. See `join`.
         """
+        self._moved["to host" if values.device == self._accelerator.device else "to device"] += values.nbytes
         self._stream.wait(self._streams.current().record())
         with self._streams.use(self._stream):
             out.copy_(values, non_blocking=True)

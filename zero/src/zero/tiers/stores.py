@@ -41,13 +41,29 @@ class Stores:
         self.offload = offload
         self.host = ON_HOST.on(accelerator)
         self.pipeline = Pipeline(accelerator.memory)
+        self._copied: Counter[str] = Counter()
         self._swap_files: dict[Tier, SwapFile] = {}
         self._movable: list[weakref.ref[Movable]] = []  # which hold these stores
 
     @cached_property
     def carrier(self) -> Carrier:
         """The carrier, made when something moves for the first time, as it takes a stream."""
-        return Carrier(self.accelerator)
+        return self.new_carrier()
+
+    def new_carrier(self) -> Carrier:
+        """A carrier with streams of its own."""
+        return Carrier(self.accelerator, self._copied)
+
+    def count_move(self, where: str, nbytes: int) -> None:
+        """Count what is moved past the carriers; see `moved`."""
+        self._copied[where] += nbytes
+
+    @property
+    def moved(self) -> Counter[str]:
+        """Bytes moved between tiers so far, such as "to host" or "from disk"."""
+        files = self._swap_files.values()
+        read, written = sum(f.bytes_read for f in files), sum(f.bytes_written for f in files)
+        return self._copied + Counter({"from disk": read, "to disk": written})
 
     @cached_property
     def read_ahead(self) -> ReadAhead:

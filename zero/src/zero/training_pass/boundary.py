@@ -115,6 +115,7 @@ class Boundary:
         multipliers = self.held_gradients.settle()
         self.placement.before_step()
         self.tracer.begin_update()
+        self.communicator.observation.phase("step")
         scale, skip = self.factor.complete(self.reducer, multipliers)
         mine = self.optimizer.of(optimizer, self.reducer.all)
         stepped = {have.group for have in mine if have.used}
@@ -157,6 +158,7 @@ class Boundary:
         self.stores.accelerator.flush()
         self.tracer.end()
         self.placement.after_step()
+        self.communicator.observation.step_over(self.steps)
         if self.compiled is not None:
             self.compiled.after_step()
         if self.skipped_steps is not None and anew:

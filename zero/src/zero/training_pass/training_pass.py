@@ -130,6 +130,7 @@ class TrainingPass(Uncopied):
         self._held_gradients = held_gradients
         self._gradients = {each.group: each for each in reducer.all}
         self._tracer = tracer
+        self._observation = communicator.observation
         gathers, rank = not all(u.resident for u in units), communicator.group.rank
         self._autocast = AutocastWarnings(module, config, device_type, gathers, rank)
         self._progress = Progress(device_type)
@@ -183,6 +184,7 @@ class TrainingPass(Uncopied):
             self.schedule.begin(torch.is_grad_enabled())
             self._integrity.check_refreshed()
             self._tracer.begin()
+            self._observation.phase("forward" if torch.is_grad_enabled() else "evaluation")
         dtype = dtype_named(self._config.precision)
         if not self._config.cast_inputs or dtype is None or dtype.itemsize > 2:
             return None
@@ -229,6 +231,7 @@ class TrainingPass(Uncopied):
             self._held_gradients.resume()
         self._set_in_backward(True)
         self._tracer.mark("backward", "")
+        self._observation.phase("backward")
         self._forget_progress()  # left by torch.autograd.grad, which may have ended anywhere
         self._forget_interrupted()
         with apart():
@@ -267,6 +270,7 @@ class TrainingPass(Uncopied):
         if self._last:
             self._held_gradients.show()
         self._tracer.end_backward()
+        self._observation.phase("outside")
 
     def _end_differentiated(self) -> None:
         """Units whose backward is part of a graph need not stay for it, unless it is retained, or is another

@@ -1,0 +1,226 @@
+"""Observers: what they are told of a run, when, and at whose cost."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zero
+from accelz.conformance.cluster import Clusters, Context
+from tests.zero.helpers.loops import Training
+from tests.zero.helpers.models import fresh, language_loss
+from tests.zero.helpers.observing import WaitWatcher, step_of
+from tests.zero.helpers.training import adamw, own_work_seen
+from zero.observe import Event, JsonLines, Observer, Run, Step
+
+HIGHEST_SCALE = 2.0**24
+
+
+@dataclass
+class Recorder(Observer):
+    """Keeps what it is told."""
+
+    every_rank: bool = False  # type: ignore[misc]
+    runs: list[Run] = field(default_factory=list)
+    begun: list[int] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    closed: int = 0
+
+    def begin(self, run: Run) -> None:
+        self.runs.append(run)
+
+    def begin_step(self, number: int) -> None:
+        self.begun.append(number)
+
+    def step(self, step: Step) -> None:
+        self.steps.append(step)
+
+    def event(self, event: Event) -> None:
+        self.events.append(event)
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+class Failing(Observer):
+    def step(self, step: Step) -> None:
+        raise OSError("no space left")
+
+
+def one_step(training: Training, context: Context, number: int, **logged: Any) -> None:
+    loss = language_loss(training.engine.module, number, context.rank)
+    training.backward(loss)
+    training.step()
+    training.engine.log(loss=loss, tokens=10, **logged)
+
+
+def observed_body(context: Context, path: str) -> dict[str, Any]:
+    model = fresh()
+    training = Training(model, adamw(model), zero.Config(timeout=20, clip_norm=1.0))
+    engine, first, every, failing = training.engine, Recorder(), Recorder(every_rank=True), Failing()
+    one_step(training, context, 0)  # before anybody observes
+    losses, norms, before = [], [], Counter(engine.traffic.bytes)
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        engine.observe(first, every, failing, flops_per_token=6.0, peak_flops=1e9),
+    ):
+        warnings.simplefilter("always")
+        for number in range(1, 4):
+            one_step(training, context, number)
+            norms.append(float(engine.grad_norm))
+        with torch.no_grad():
+            losses.append(language_loss(model, 9, context.rank))
+        engine.log(validation=2.0)
+        engine.log(validation=4.0)
+        engine.save_checkpoint(path)
+        one_step(training, context, 4)
+        engine.load_checkpoint(path)
+        with pytest.raises(zero.UsageError, match="grad_norm"):
+            engine.log(grad_norm=1.0)
+    one_step(training, context, 5)  # afterwards
+    return {
+        "first": first,
+        "every": every,
+        "norms": norms,
+        "sent": Counter(engine.traffic.bytes) - before,
+        "warned": [str(w.message) for w in caught if "told of nothing" in str(w.message)],
+    }
+
+
+def test_what_observers_are_told(cluster: Clusters, tmp_path: Path) -> None:
+    found = cluster(2).run(observed_body, path=str(tmp_path / "c"))
+    assert found[1]["first"] == Recorder()  # rank 0's alone
+    assert [s.number for s in found[1]["every"].steps] == [2, 3, 4, 5]
+    told: Recorder = found[0]["first"]
+    (run,), steps = told.runs, told.steps
+    assert (run.rank, run.world_size, run.steps, run.settings["clip_norm"]) == (0, 2, 1, 1.0)
+    assert run.parameters == sum(p.numel() for p in fresh().parameters())
+    assert told.begun == [2, 3, 4, 5]
+    assert [s.number for s in steps] == [2, 3, 4, 5]
+    assert told.closed == 1
+    assert [e.kind for e in told.events] == ["save", "load"]
+    save = told.events[0]
+    assert (save.step, set(save.seconds)) == (4, {"collect", "write", "publish"})
+    assert save.bytes > 0
+    warned = [w for w in found[0]["warned"] if "Failing" in w]
+    assert len(warned) == 1
+    assert "OSError: no space left" in warned[0]
+
+
+def test_the_numbers_of_a_step(cluster: Clusters, tmp_path: Path) -> None:
+    found = cluster(2).run(observed_body, path=str(tmp_path / "c"))
+    steps: list[Step] = found[0]["first"].steps
+    for step, norm in zip(steps, found[0]["norms"], strict=False):
+        assert step.grad_norm == pytest.approx(norm, rel=1e-6)
+    for step in steps:
+        assert {"outside", "forward", "backward", "step"} <= set(step.phases)
+        assert all(seconds >= 0 for seconds in step.phases.values())
+        assert step.phases["forward"] > 0
+        assert step.logged["tokens"] == 10
+        assert step.tokens_per_second == pytest.approx(20 / step.seconds)
+        assert step.mfu == pytest.approx(10 / step.seconds * 6.0 / 1e9)
+        assert step.bytes["all_gather"] > 0
+        assert step.calls["reduce_scatter"] > 0
+        assert step.memory["parameters"] > 0
+        assert step.learning_rate == 1e-2
+        assert not step.skipped
+    assert steps[2].logged["validation"] == 3.0  # the mean; logged after the step it belongs to
+    assert {"evaluation", "checkpoint"} <= set(steps[3].phases)
+    assert steps[3].seconds < sum(steps[3].phases.values())
+    assert json.loads(json.dumps(steps[0].metrics()))["seconds/forward"] == steps[0].phases["forward"]
+
+
+def unwaiting_body(context: Context) -> tuple[list[str], list[Step], int]:
+    """Steps of a 16-bit model with a loss scale, of which the first overflow."""
+    model = fresh()
+    config = zero.Config(precision="fp16", loss_scale="dynamic", timeout=20)
+    training, told, seen = Training(model, adamw(model), config), Recorder(), list[str]()
+    engine = training.engine
+    engine._loss_scale.scale.fill_(HIGHEST_SCALE)
+    with engine.observe(told):
+        for number in range(6):
+            loss = language_loss(model, number, context.rank)
+            with own_work_seen(), WaitWatcher() as watcher:
+                training.backward(loss)
+                training.step()
+                engine.log(loss=loss)
+            seen += watcher.seen
+    return seen, told.steps, engine.skipped_steps
+
+
+def test_an_observed_step_does_not_wait_for_the_device(cluster: Clusters) -> None:
+    """And steps that overflow are told."""
+    (seen, steps, skipped), (others, none, _) = cluster(2).run(unwaiting_body)
+    assert (seen, others, none) == ([], [], [])
+    assert len(steps) == 6
+    assert sum(step.skipped for step in steps) == skipped > 0
+    assert steps[0].loss_scale == HIGHEST_SCALE / 2
+    assert all(step.logged["loss"] > 0 for step in steps)
+
+
+def offloaded_body(context: Context) -> Step:
+    model, told = fresh(), Recorder(every_rank=True)
+    config = zero.Config(precision="bf16", offload=zero.Offload(optimizer="host"), timeout=20)
+    training = Training(model, adamw(model), config)
+    with training.engine.observe(told):
+        one_step(training, context, 0)
+    return told.steps[0]
+
+
+def test_bytes_between_tiers_are_told(cluster: Clusters, device: str) -> None:
+    for step in cluster(2).run(offloaded_body):
+        away = step.moved.get("to host", 0), step.moved.get("to device", 0)
+        assert away == (0, 0) if device == "cpu" else min(away) > 0
+
+
+def unobserved_body(context: Context) -> tuple[int, int, bool]:
+    """What is kept while nobody observes, and whether an engine is freed that somebody does."""
+    model = fresh()
+    training = Training(model, adamw(model), zero.Config(timeout=20))
+    for number in range(3):
+        one_step(training, context, number)
+    observation = training.engine._communicator.observation
+    idle = len(observation._marks) + len(observation._logged) + len(observation._untold)
+    flops = training.engine.count_flops(torch.zeros(2, 5, dtype=torch.int64, device=training.engine.device))
+    return idle, flops, observation._over is None
+
+
+def test_unobserved_nothing_is_kept_and_flops_are_counted(cluster: Clusters) -> None:
+    for idle, flops, none in cluster(2).run(unobserved_body):
+        assert idle == 0
+        assert none
+        assert flops > 3 * 2 * 10 * 12 * 29  # the four blocks' layers, and the head's among them
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.host
+def test_a_resumed_file_reads_like_an_uninterrupted_one(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "metrics.jsonl"
+    run = Run("Model", "cpu", 0, 1, 10, 0, {})
+    for first, last in ((1, 5), (3, 6)):
+        writer = JsonLines(path)
+        writer.begin(run)
+        for number in range(first, last):
+            writer.step(step_of(number, loss=float("nan") if number == 2 else first))
+        writer.event(Event("save", last - 1, 0.0, "there"))
+    lines = lines_of(path)
+    assert [(line.get("event", "step"), line["step"]) for line in lines] == [
+        ("step", 1),
+        ("step", 2),
+        ("step", 3),
+        ("step", 4),
+        ("step", 5),
+        ("save", 5),
+    ]
+    assert [line["loss"] for line in lines[:4]] == [1, None, 3, 3]

@@ -1,0 +1,1 @@
+"""Observers that write to well-kept libraries, each imported when the writer is made."""
