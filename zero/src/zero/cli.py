@@ -1,4 +1,4 @@
-"""The command line: `zero plan`, `consolidate`, `convert`, `inspect`, `verify`."""
+"""The command line: `zero plan`, `consolidate`, `convert`, `inspect`, `verify`, `explain-hang`."""
 
 from __future__ import annotations
 
@@ -35,13 +35,16 @@ from zero.consolidate.plan import OutputDtype
 from zero.consolidate.workers import DEFAULT_MEMORY, default_workers
 from zero.errors import ZeroError, printable, some
 from zero.files.storage import allow_more_files
+from zero.observe import hang
+from zero.observe.flight_file import read as read_flights
 from zero.sources.opening import open_source
 from zero.sources.source import Source
 from zero.sources.zero_checkpoint import ZeroSource
 from zero.version import __version__
 
 app = typer.Typer(
-    help="Plan the memory of a training job; inspect, verify, consolidate and convert checkpoints.",
+    help="Plan the memory of a training job; inspect, verify, consolidate and convert checkpoints; explain a "
+    "job that hangs.",
     no_args_is_help=True,
     add_completion=False,
 )
@@ -273,6 +276,23 @@ def verify(checkpoint: CheckpointPath, workers: Workers = None) -> None:
     if problems:
         raise typer.Exit(1)
     print(f"{path}: intact" if summed else f"{path}: complete; it has no checksums to verify")
+
+
+@app.command()
+@clean
+def explain_hang(
+    folder: Annotated[
+        Path,
+        typer.Argument(
+            help="What ZERO_FLIGHT_RECORDER or engine.record_flight named, with a file of each rank."
+        ),
+    ],
+) -> None:
+    """Say in one sentence why a job hangs or has failed, and where each rank is."""
+    flights = read_flights(folder)
+    print(printable(hang.explain(flights)))
+    for line in hang.table(flights):
+        print(f"  {printable(line)}")
 
 
 def _options(

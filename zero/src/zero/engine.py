@@ -577,7 +577,8 @@ class Engine:
         peak_flops: of the device, in a second. Both are for the MFU.
         """
         observation = self._communicator.observation
-        mine = [each for each in observers if self.rank == 0 or each.every_rank]
+        first = self._communicator.whole.rank == 0
+        mine = [each for each in observers if first or each.every_rank]
         if mine:
             observation.begin(mine, self._run(), weakly(self._facts), flops_per_token, peak_flops)
         return Observing(observation)
@@ -603,6 +604,15 @@ class Engine:
         with FlopCounterMode(display=False) as counter:
             self(*args, **kwargs)
         return 3 * int(counter.get_total_flops())
+
+    def record_flight(self, folder: str | Path) -> None:
+        """Write this rank's last 200 collectives and the stacks of its threads to `folder` when a collective
+        fails, on SIGUSR1, and when another rank has written its own.
+
+        Every rank calls this with a folder that all see, as ZERO_FLIGHT_RECORDER=folder does for every engine
+        of a process; `zero explain-hang folder` says what happened.
+        """
+        self._communicator.record_flight(as_path(folder).absolute())
 
     # -- inside -----------------------------------------------------------------------------------------
 

@@ -44,6 +44,11 @@ def held_back() -> Iterator[list[Held]]:
         _held.reset(token)
 
 
+def is_inside(file: str) -> bool:
+    """Whether a file is of the packages, and its lines are not the program's."""
+    return file.startswith(_INSIDE)
+
+
 def _depth() -> int:
     """Return the stacklevel, for the caller, of the nearest line that is not inside the packages."""
     frame, depth = sys._getframe(1), 1

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any
 from zlib import crc32
 
@@ -49,6 +50,7 @@ class NamedHandle:
         """Order what follows after the collective. Raises CommunicationError."""
         waits = self._line.waits
         wait = waits.begin(self._issued.number, self._issued.text)
+        self._issued.state = "waited for"
         try:
             self._handle.wait()
         except CollectiveError as error:
@@ -57,6 +59,7 @@ class NamedHandle:
             waits.forget()
             raise
         waits.over(wait)
+        self._issued.state = "done"
 
 
 class Communicator:
@@ -130,6 +133,10 @@ class Communicator:
     def issued(self) -> int:
         """How many collectives and exchanges there have been so far."""
         return self.ledger.count
+
+    def record_flight(self, folder: Path) -> None:
+        """Write the last collectives and every stack to a folder when one fails; see `FlightRecorder`."""
+        self._groups.record_flight(folder)
 
     @property
     def waited(self) -> float:
@@ -405,6 +412,7 @@ class Communicator:
             line.waits.forget()
             raise
         line.waits.over(wait)
+        issued.state = "under way"
         return NamedHandle(handle, issued, line, ranks)
 
 

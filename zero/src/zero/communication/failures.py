@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
@@ -13,15 +14,41 @@ from accelz import CollectiveError, Group
 from zero.communication.reports import Failure, Reports
 from zero.communication.waits import Waits
 from zero.errors import CommunicationError, RankMismatchError
+from zero.observe.flight_file import Collective
+from zero.observe.flight_recorder import FlightRecorder, Line, described
 
 
 @dataclass(slots=True, eq=False)
 class Issued:
-    """A collective, or an exchange in host memory. number: from 1. began: on the monotonic clock."""
+    """A collective, or an exchange in host memory. number: from 1. began: on the monotonic clock. at: the
+    program's line, where a flight recorder wants it. For the rest see `Collective`."""
 
     number: int
     text: str
+    op: str
+    unit: str
+    nbytes: int
+    at: Line | None = None
+    state: str = "beginning"
     began: float = field(default_factory=time.monotonic)
+
+    def described(self) -> Collective:
+        at = described(self.at) if self.at else ""
+        seconds = time.monotonic() - self.began
+        return Collective(self.number, self.text, self.op, self.unit, self.nbytes, self.state, seconds, at)
+
+
+class Recent:
+    """The last of what was issued. Iteration gives numbers and texts."""
+
+    def __init__(self, length: int) -> None:
+        self.entries: deque[Issued] = deque(maxlen=length)
+
+    def __iter__(self) -> Iterator[tuple[int, str]]:
+        return ((each.number, each.text) for each in tuple(self.entries))  # others may append meanwhile
+
+    def described(self) -> list[Collective]:
+        return [each.described() for each in tuple(self.entries)]
 
 
 class Failures:
@@ -29,7 +56,7 @@ class Failures:
 
     log: number and text of the last. several: whether there are several engines in it. alike, name: as in
     `Line`. first: what failed first; "" while nothing has. Nothing can be exchanged after that. notes: of
-    what has happened on this rank, perhaps on it alone, for errors to tell.
+    what has happened on this rank, perhaps on it alone, for errors to tell. recorder: told of failures.
     """
 
     def __init__(
@@ -43,6 +70,7 @@ class Failures:
         name: Callable[[int], str],
     ) -> None:
         self.first = ""
+        self.recorder: FlightRecorder | None = None
         self._group = group
         self._log = log
         self._waits = waits
@@ -63,7 +91,9 @@ class Failures:
     def explain(self, error: CollectiveError, issued: Issued, ranks: Group) -> NoReturn:
         """Raise what the ranks' reports say of a collective over `ranks` that failed."""
         self._waits.forget()
+        issued.state = "failed"
         cause = " ".join(str(error).split()) + self._numbers(ranks)
+        self._record(cause)
         self.first = self.first or cause
         failure = Failure(issued.number, issued.text, time.monotonic() - issued.began, cause)
         log = dict(self._log)
@@ -78,6 +108,7 @@ class Failures:
 
     def aborted(self, error: CollectiveError) -> NoReturn:
         """Raise for a collective that the library has aborted; it may have been any of the last."""
+        self._record(str(error))
         difference = "" if self.first else self._difference()
         self.first = self.first or str(error)
         if difference:  # libraries abort, too, where ranks meet in collectives of different sizes
@@ -87,7 +118,12 @@ class Failures:
     def mismatch(self) -> NoReturn:
         """Raise for ranks whose hashes differ."""
         self.first = "the ranks issued different collectives"
+        self._record(self.first)
         raise RankMismatchError(f"{self._difference() or self.first}. {self._advice}")
+
+    def _record(self, why: str) -> None:
+        if self.recorder is not None:
+            self.recorder.failed(why)
 
     def _numbers(self, ranks: Group) -> str:
         """Translate a group's rank numbers to the job's, for errors; "" if they are the same."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TypeVar, cast
 from weakref import WeakKeyDictionary
 
@@ -21,7 +23,9 @@ from accelz.ranks.peers import Peers, card
 from zero.communication.grid import Grid
 from zero.communication.launch import Launch
 from zero.communication.line import Line
+from zero.config.paths import as_path
 from zero.errors import CommunicationError, RankMismatchError
+from zero.observe.flight_recorder import FlightRecorder, recorder_of
 
 T = TypeVar("T")
 Parts = tuple[tuple[int, ...], ...]
@@ -55,6 +59,20 @@ class JobGroups:
     ranks: tuple[int, ...]
     parts: dict[Parts, Group] = field(default_factory=dict)
     line: Line = field(init=False)
+    recorder: FlightRecorder | None = None
+
+    def new_line(self) -> None:
+        """Begin a line for a new engine."""
+        self.line = Line(self.whole, self.job.engines, self.ranks, self.grid.name)
+        self.line.failures.recorder = self.recorder
+
+    def record_flight(self, folder: Path) -> None:
+        """Have the process's recorder write what is issued. Raises what `recorder_of` raises."""
+        groups = weakref.ref(self)
+        self.recorder = recorder_of(folder, self.whole.rank, self.whole.size)
+        self.recorder.alike = self.ranks
+        self.recorder.collectives = lambda: [] if (alive := groups()) is None else alive.line.log.described()
+        self.line.failures.recorder = self.recorder
 
     def part(self, parts: Parts) -> Group:
         """This rank's group of those that `parts` divide the job into. All ranks must call this the first
@@ -129,6 +147,8 @@ class Job:
         return group
 
 
+FLIGHTS = "ZERO_FLIGHT_RECORDER"
+"""The variable that names a folder for flights, see `FlightRecorder`."""
 _LONG = 0.9  # timeouts; libraries' own clocks may end a wait a little early
 
 _jobs: WeakKeyDictionary[ProcessGroup, Job] = WeakKeyDictionary()
@@ -174,7 +194,9 @@ def _join(
         job.groups[timeout, grid] = _new_groups(job, grid, members, timeout)
     groups = job.groups[timeout, grid]
     job.engines += 1
-    groups.line = Line(groups.whole, job.engines, groups.ranks, grid.name)
+    groups.new_line()
+    if folder := os.environ.get(FLIGHTS):
+        groups.record_flight(as_path(folder).absolute())
     return groups
 
 

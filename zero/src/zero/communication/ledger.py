@@ -65,18 +65,20 @@ class Ledger:
         text, encoded = _described(op, unit, numel, dtype, ranks, origin)
         kind: Kind = "reductions" if op in _REDUCTIONS else "others"
         self._hashes[kind] = crc32(encoded, self._hashes[kind])
+        nbytes = numel * dtype.itemsize
         self.traffic.calls[op] += 1
-        self.traffic.bytes[op] += numel * dtype.itemsize
-        return self._enter(kind, text)
+        self.traffic.bytes[op] += nbytes
+        return self._enter(kind, text, op, unit, nbytes)
 
     def exchange(self, what: str) -> Issued:
         """Enter an exchange, which is not hashed."""
-        return self._enter("exchanges", f"{what} exchange")
+        return self._enter("exchanges", f"{what} exchange", "exchange", "", 0)
 
-    def _enter(self, kind: Kind, text: str) -> Issued:
+    def _enter(self, kind: Kind, text: str, op: str, unit: str, nbytes: int) -> Issued:
         self.count += 1
         line = self.line
-        return line.enter(self._engine, kind, text + self._label if line.engine > 1 else text)
+        text = text + self._label if line.engine > 1 else text
+        return line.enter(self._engine, kind, text, op, unit, nbytes)
 
 
 _REDUCTIONS = ("reduce_scatter", "all_reduce")

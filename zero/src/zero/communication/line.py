@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections import deque
+import sys
 from collections.abc import Callable, Sequence
 from typing import Literal, get_args
 from zlib import crc32
 
 from accelz import Group
 from accelz.ranks.exchange import unused_key
-from zero.communication.failures import Failures, Issued
+from zero.communication.failures import Failures, Issued, Recent
 from zero.communication.waits import Waits
+from zero.observe.flight_recorder import program_line
 
 LOG_LENGTH = 256
 Kind = Literal["reductions", "others", "exchanges"]
@@ -23,7 +24,7 @@ class Line:
 
     group: all ranks of the job. engine: the number of the newest, from 1. alike: the ranks whose engines must
     issue the same. name: says for messages which rank one is. count, log: how many entries there were, and
-    number and text of the last LOG_LENGTH.
+    the last LOG_LENGTH.
     """
 
     def __init__(
@@ -33,21 +34,23 @@ class Line:
         key = unused_key(group, "zero/line")
         self.engine = engine
         self.count = 0
-        self.log: deque[tuple[int, str]] = deque(maxlen=LOG_LENGTH)
+        self.log = Recent(LOG_LENGTH)
         self.waits = Waits(group, key, self.log, alike, name)
         self.failures = Failures(group, key, self.log, self.waits, engine > 1, alike, name)
         # The engine that issued last, and a hash of all turns; by kind, since a graph that is partly on the
         # host may run reductions or others sooner.
         self._turns: dict[Kind, tuple[int, int]] = dict.fromkeys(get_args(Kind), (0, 0))
 
-    def enter(self, engine: int, kind: Kind, text: str) -> Issued:
-        """Enter what an engine is about to issue. engine: its number."""
+    def enter(self, engine: int, kind: Kind, text: str, op: str, unit: str, nbytes: int) -> Issued:
+        """Enter what an engine is about to issue. engine: its number. For the rest see `Collective`."""
         last, turns = self._turns[kind]
         if engine != last:
             self._turns[kind] = engine, crc32(f"{engine}".encode(), turns)
         self.count += 1
-        self.log.append((self.count, text))
-        return Issued(self.count, text)
+        at = None if self.failures.recorder is None else program_line(sys._getframe(1))
+        issued = Issued(self.count, text, op, unit, nbytes, at)
+        self.log.entries.append(issued)
+        return issued
 
     @property
     def turns(self) -> list[int]:

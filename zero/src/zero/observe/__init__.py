@@ -4,6 +4,9 @@ Modules, lowest first:
 
 observer        what is told, and the class to subclass
 observation     what the parts of an engine report to
+flight_file, flight_recorder
+                what a rank has issued and where it is, for a job that fails or hangs
+hang            what happened, from all ranks' flights
 writers         observers over well-kept libraries
 """
 
