@@ -12,4 +12,4 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}  # noth
 if find_spec("transformers") is None:  # the environment of `make test`
     collect_ignore_glob = ["test_*.py"]
 else:
-    preload("accelerate", "transformers.trainer", "lightning.pytorch")
+    preload("accelerate", "transformers.trainer", "lightning.pytorch", "bitsandbytes", "torchao.quantization")

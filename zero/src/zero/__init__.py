@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from zero.planning.plan import plan
     from zero.pretrained import load_pretrained
     from zero.setup.initialization import initialize
+    from zero.sharding.forms import register_form
     from zero.tiers.room import OutOfMemoryError
     from zero.version import __version__ as __version__
     from zero.whole.gathered import gathered
@@ -72,6 +73,7 @@ _HOME = {  # where each public name lives; imported at its first use
     "initialize": "setup.initialization",
     "load_pretrained": "pretrained",
     "plan": "planning.plan",
+    "register_form": "sharding.forms",
 }
 
 __all__ = [
@@ -100,6 +102,7 @@ __all__ = [
     "initialize",
     "load_pretrained",
     "plan",
+    "register_form",
 ]
 
 

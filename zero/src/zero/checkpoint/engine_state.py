@@ -31,6 +31,7 @@ from zero.optimizer.state_offload import StateOffload
 from zero.optimizer.stepped import SteppedPiece
 from zero.sharding import layout
 from zero.sharding.flat_group import FlatGroup
+from zero.sharding.forms import descriptions
 from zero.sharding.layout import ParameterSpec, Piece
 from zero.sharding.selection import Selection
 from zero.sharding.sharded_unit import ShardedUnit
@@ -110,7 +111,7 @@ def describe(engine: EngineParts, parts: list[Part], chosen: Container[str]) -> 
 
     chosen: see `chosen_of`.
     """
-    entries = entries_of(engine.module)
+    entries, forms = entries_of(engine.module), descriptions(engine.module)
     parameters = [names[0] for names in entries.parameters.values()]
     groups = [group for unit in engine.units for group in unit.groups]
     parts.extend(part for group in groups for part in _empty_parameters(group, chosen))
@@ -132,6 +133,7 @@ def describe(engine: EngineParts, parts: list[Part], chosen: Container[str]) -> 
                 "unit": group.unit,
                 "group": engine.param_group_of.get(parameter),
                 "aliases": list(entries.parameters.get(parameter, (name,))[1:]),
+                "form": forms.get(parameter),
             }
             for group in groups
             for name, parameter in zip(group.names, group.parameters, strict=True)

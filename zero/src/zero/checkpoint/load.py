@@ -22,6 +22,7 @@ from zero.loading.together import Together
 from zero.loading.weights import fill_buffers, fill_units, targets
 from zero.migration_hints import no_tuple
 from zero.ranges import in_range
+from zero.sharding.forms import descriptions
 from zero.sharding.sharded_unit import refill
 from zero.sharding.state_entries import entries_of, load_rest
 
@@ -143,6 +144,7 @@ class _Load:
             lambda one, other: self._reader.same(model_key(one), model_key(other)),
             left_out,
         )
+        self._check_forms()
         if options.strict:
             mine, saved = self._extra_state, self._manifest.extra_state.keys()
             missing = mine - saved - set(left_out)
@@ -153,6 +155,18 @@ class _Load:
         left = tuple(target.name for target in wanted if target.name not in self._sources)
         self._decode(left if left_out else ())
         self._check_restore(options.restore)
+
+    def _check_forms(self) -> None:
+        """Raise StateError for packed values that the model's parameters would take for others."""
+        saved = {n: e.form for e in self._manifest.parameters for n in (e.name, *e.aliases)}
+        entries, forms = entries_of(self._engine.module), descriptions(self._engine.module)
+        for parameter, (name, *_) in entries.parameters.items():
+            form = saved.get(self._sources.get(name, ""))
+            if form is not None and form != forms.get(parameter):
+                raise StateError(
+                    f"parameter {name!r} was saved as {form} and is now "
+                    f"{forms.get(parameter, 'plain values')}: quantise the model as it was when it was saved"
+                )
 
     def _decode(self, left_out: tuple[str, ...]) -> None:
         """Read all user values, and the random state of this rank if it is to be restored, and check that."""

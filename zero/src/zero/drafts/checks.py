@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from accelz import Accelerator, AccelzError
 from zero.communication.communicator import Communicator
@@ -23,6 +22,15 @@ from zero.drafts.spans import span_of
 from zero.errors import ConfigError, ModelError
 from zero.optimizer.joint import kinds_of_groups
 from zero.optimizer.stepping import of_param_groups
+from zero.sharding.forms import (
+    descriptions,
+    has_own_dispatch,
+    inner_leaves,
+    is_apart,
+    is_distributed,
+    name_of,
+    named_leaves,
+)
 from zero.sharding.guard import LOST, NAME_ATTRIBUTE, ShardedParameter, is_lost
 
 
@@ -49,7 +57,13 @@ def check_model(model: nn.Module, shapes_only: bool = False) -> None:
         raise ModelError("the model has no parameters")
     for name, parameter in named:
         _check_parameter(name, parameter, shapes_only)
-    _check_overlaps(named)
+    inner = inner_leaves(model)
+    for name, parameter in named:
+        for suffix, leaf in inner.get(parameter, {"": parameter}).items():
+            _check_leaf(name_of(name, suffix), leaf)
+        if parameter in inner and parameter.requires_grad:
+            raise ModelError(f"parameter {name!r} is a {type(parameter).__name__}{_TRAINED}")
+    _check_overlaps([(name, leaf) for leaf, name in {p: n for n, p in named_leaves(model)}.items()])
     for name, buffer in () if shapes_only else model.named_buffers():
         _check_buffer(name, buffer)
 
@@ -142,7 +156,13 @@ def check_movable(model: nn.Module, device: torch.device) -> None:
     nothing.
     """
     there = torch.empty(0, device=device)
-    for name, parameter in model.named_parameters():
+    for parameter, leaves in inner_leaves(model).items():
+        if is_apart(parameter, leaves) and parameter.device.type != device.type:
+            raise ModelError(
+                f"a parameter of class {type(parameter).__name__} is on {parameter.device}, and only its own "
+                f"class can move it: call model.to({device.type!r}) before zero.initialize"
+            )
+    for name, parameter in named_leaves(model):
         if deferred_init.is_deferred(parameter) or torch._has_compatible_shallow_copy_type(parameter, there):
             continue
         first = f"call model.to({device.type!r}) before creating the optimizer"
@@ -152,6 +172,17 @@ def check_movable(model: nn.Module, device: torch.device) -> None:
         if _is_in_graph(parameter):
             raise ModelError(
                 f"{cannot}: it is part of an autograd graph; free what was computed with it, or {first}"
+            )
+
+
+def check_compilable(model: nn.Module, config: Config) -> None:
+    """Raise ModelError if the model is to be compiled, and a parameter has leaves other than itself."""
+    inner = inner_leaves(model) if config.compile is not None else {}
+    for name, parameter in model.named_parameters() if inner else ():
+        if parameter in inner:
+            raise ModelError(
+                f"parameter {name!r} is a {type(parameter).__name__}, whose inner tensors the engine's "
+                "compiler does not see: leave Config(compile=...) out"
             )
 
 
@@ -167,6 +198,10 @@ def _is_in_graph(parameter: nn.Parameter) -> bool:
     return holders() > 1 or node is None
 
 
+_TRAINED = (
+    ", of which the inner tensors cannot be trained by themselves: freeze it, requires_grad_(False), and "
+    "train adapters beside it, or convert it to a plain parameter before zero.initialize"
+)
 _COMPARED_ELSEWHERE = (
     "units",
     "exact_parameters",
@@ -178,7 +213,7 @@ _COMPARED_ELSEWHERE = (
 """Settings that are not compared themselves, because what they lead to is."""
 
 
-def check_equal(prepared: Prepared, config: Config, communicator: Communicator) -> None:
+def check_equal(model: nn.Module, prepared: Prepared, config: Config, communicator: Communicator) -> None:
     """Raise RankMismatchError if ranks have different settings, models, optimizers or tiers.
 
     Collective. Changes nothing.
@@ -191,17 +226,17 @@ def check_equal(prepared: Prepared, config: Config, communicator: Communicator) 
     offload = config.offload.model_dump_json(exclude={"path"})  # of which each rank may have its own
     told["Config(offload=...)"] = offload
     told["Config(compile=...)"] = str(config.compile and config.compile.model_dump_json())
-    model = {
-        "the model": _layout(prepared),
+    of_model = {
+        "the model": _layout(model, prepared),
         "the optimizer, or Config(whole_parameters=...)": how_stepped(prepared.optimizer, config),
     }
     if not communicator.divided:
-        communicator.check_equal(told | model, {"the model": _OF_RANKS})
+        communicator.check_equal(told | of_model, {"the model": _OF_RANKS})
         return
     grid = communicator.grid
     communicator.check_equal_along(grid.names, told)
     communicator.check_equal_along(
-        grid.alike, model, {"the model": _OF_RANKS + _OF_STAGES.format(min(grid.others))}
+        grid.alike, of_model, {"the model": _OF_RANKS + _OF_STAGES.format(min(grid.others))}
     )
 
 
@@ -219,9 +254,10 @@ def how_stepped(optimizer: Optimizer, config: Config) -> str:
     return f"{kinds_of_groups(optimizer)} {told}"
 
 
-def _layout(prepared: Prepared) -> str:
+def _layout(model: nn.Module, prepared: Prepared) -> str:
     """Describe, as text, what must be equal on all ranks about the model's units and parameters."""
     text = []
+    told = descriptions(model)
     for plan in prepared.plans:
         text.append(f"unit {plan.name!r}")
         for name, parameter in plan.parameters:
@@ -231,7 +267,7 @@ def _layout(prepared: Prepared) -> str:
                 f"{name} {shape} {parameter.dtype} requires_grad={parameter.requires_grad} "
                 f"param_group={prepared.param_group_of.get(parameter)} "
                 f"pretrained={deferred_init.promised(parameter)} cast={parameter in prepared.castable} "
-                f"exact={parameter in prepared.exact}"
+                f"exact={parameter in prepared.exact} {told.get(parameter, '')}"
             )
     return "\n".join(text)
 
@@ -253,14 +289,23 @@ def _check_parameter(name: str, parameter: nn.Parameter, shapes_only: bool) -> N
             f"parameter {name!r} is on the meta device and has no values; build the model under "
             "`with zero.init(config):` instead of torch.device('meta')"
         )
-    if is_traceable_wrapper_subclass(parameter):
+    if is_distributed(parameter):
         raise ModelError(
-            f"parameter {name!r} is a {type(parameter).__name__}, which wraps the tensors that hold its "
-            "values; zero shards plain parameters: remove fully_shard, tensor parallelism or quantization"
+            f"parameter {name!r} is a DTensor, which wraps the tensors that hold its values; zero shards "
+            "plain parameters: remove fully_shard or tensor parallelism"
         )
-    if parameter.is_complex() or parameter.layout is not torch.strided:
+
+
+def _check_leaf(name: str, leaf: Tensor) -> None:
+    if has_own_dispatch(type(leaf)) and not isinstance(leaf, ShardedParameter):
         raise ModelError(
-            f"parameter {name!r} is {parameter.dtype}, {parameter.layout}; only dense, real "
+            f"parameter {name!r} is a {type(leaf).__name__}, which answers torch's operations itself and "
+            "does not say which tensors hold its values: give the class __tensor_flatten__, or name them by "
+            "zero.register_form(type, function)"
+        )
+    if leaf.is_complex() or leaf.layout is not torch.strided:
+        raise ModelError(
+            f"parameter {name!r} is {leaf.dtype}, {leaf.layout}; only dense, real "
             "parameters can be sharded (view_as_real gives the real form of a complex one)"
         )
 

@@ -149,7 +149,8 @@ class ParameterEntry(_Record):
     dtype: of the weights in training (the stored values may be wider: fp32 masters). unit: the sharded unit
     it belongs to. group: its index in the optimizer's param_groups, if any. aliases: further names of the
     same parameter (tied weights). state: optimizer state tensors, `optimizer/<key>/<name>`. values:
-    optimizer state that is not a tensor, as user values.
+    optimizer state that is not a tensor, as user values. form: where it is part of a packed parameter, what
+    says how that is packed.
     """
 
     name: str
@@ -160,6 +161,7 @@ class ParameterEntry(_Record):
     aliases: tuple[str, ...] = ()
     state: tuple[str, ...] = ()
     values: dict[str, Any] = {}
+    form: str | None = None
 
     @model_validator(mode="after")
     def _is_known(self) -> Self:

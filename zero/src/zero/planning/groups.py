@@ -14,6 +14,7 @@ from zero.communication.quantised import Quantised
 from zero.config.training import Config
 from zero.drafts.unit_drafts import GroupDraft, UnitDraft
 from zero.gradients.group_gradients import GradientPolicy
+from zero.sharding.forms import as_parameter, inner_leaves
 from zero.sharding.gather_format import EXACT, GatherFormat
 from zero.sharding.units import PERSISTENT, ROOT
 from zero.tiers.placement import Placement
@@ -305,7 +306,12 @@ class _Order:
 
     @classmethod
     def of(cls, model: nn.Module, drafts: Sequence[UnitDraft]) -> _Order:
-        uses = [(p, place) for place, (_, p) in enumerate(model.named_parameters(remove_duplicate=False))]
+        inner, named = inner_leaves(model), model.named_parameters(remove_duplicate=False)
+        uses = [
+            (each, place)
+            for place, (_, p) in enumerate(named)
+            for each in (p, *map(as_parameter, inner.get(p, {}).values()))
+        ]
         first, last = dict(reversed(uses)), dict(uses)
         blocks = [draft for draft in drafts if draft.plan.name not in (ROOT, PERSISTENT)]
         return cls(

@@ -89,9 +89,12 @@ def _build_unit(
             for flat in groups:
                 _note(flat, initial_values)
                 communicator.spread(plan.name, flat.home.data, flat.mesh)
-        unit = ShardedUnit(index, plan.name, plan.hooked_modules, groups, communicator, draft.is_resident)
+        wrappers = [parameter for _, parameter in plan.wrappers]
+        unit = ShardedUnit(
+            index, plan.name, plan.hooked_modules, groups, communicator, draft.is_resident, wrappers
+        )
         unit.finalize_shards()
-    for name, parameter in plan.parameters:
+    for name, parameter in (*plan.parameters, *plan.wrappers):
         parameter.grad = None
         parameter.__dict__[NAME_ATTRIBUTE] = name
         parameter.__dict__.pop(REASON_ATTRIBUTE, None)

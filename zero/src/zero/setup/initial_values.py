@@ -53,10 +53,10 @@ class InitialValues:
         """Note what this rank has before rank 0's values come.
 
         apart: dimensions of the mesh along which the values are to differ. parameter: the one that has the
-        values; None for a buffer.
+        values; None for a buffer. A leaf inside a parameter counts as one.
         """
         if self._communicator.alike.size > 1 and values.numel() and not apart:
-            kind = None if parameter is None else self._kinds[parameter]
+            kind = None if parameter is None else self._kinds.get(parameter)
             self._samples.append(_Sample(name, kind, *_sampled(values)))
 
     def warn_of_differences(self) -> None:

@@ -20,6 +20,7 @@ from zero.config.training import Config, dtype_named
 from zero.drafts.aliases import check_aliases
 from zero.drafts.arrangement import arrangement
 from zero.drafts.checks import (
+    check_compilable,
     check_compilation,
     check_dtypes,
     check_equal,
@@ -39,6 +40,7 @@ from zero.setup.build import Sharded, Stepper, build_engine
 from zero.setup.build_units import build_units, taking_over
 from zero.setup.initial_values import InitialValues
 from zero.sharding.exact import computes_in
+from zero.sharding.forms import adopt, named_leaves
 from zero.sharding.local import apart_of
 from zero.tiers.placement import Placer
 from zero.tiers.room import room_for
@@ -91,6 +93,7 @@ def initialize(
     check_model(model)
     accelerator = accelz.current()
     check_movable(model, accelerator.device)
+    check_compilable(model, config)
     with held_back() as held:
         check_aliases(model)
         prepared = prepare(model, optimizer, config, for_graphs=True)
@@ -105,7 +108,7 @@ def initialize(
     for message, category in held:
         warn(message, category, rank=communicator.group.rank)
     check_flat_buffers(accelerator)
-    check_equal(prepared, config, communicator)
+    check_equal(model, prepared, config, communicator)
     grid = Grid.plain(groups.whole.size, config.shard_ranks) if arranged is None else groups.grid
     meshes = Meshes(groups, grid, partial(apart_of, config=config))
     differing = [*prepared.apart.values(), *(apart_of(name, config) for name, _ in model.named_buffers())]
@@ -119,7 +122,8 @@ def initialize(
     initial_values = InitialValues(model, communicator)
     _move_buffers(model, config, accelerator, communicator, meshes, initial_values)
     with taking_over(model):
-        accelz.unshare(model.parameters())
+        adopt(model)
+        accelz.unshare(dict.fromkeys(leaf for _, leaf in named_leaves(model)))
         units = build_units(drafts, config, stores, communicator, meshes, initial_values)
         initial_values.warn_of_differences()
         keep_promises(units, communicator)

@@ -10,19 +10,30 @@ from torch import Tensor
 from accelz import FlatBuffer, rebind
 from zero.sharding.alterations import elsewhere, reshaped
 from zero.sharding.exact import computes_in
+from zero.sharding.forms import as_parameter, twins_of
 
 
 class Binding:
-    """names: of the parameters, which are told by their index there. buffer: what they are views of."""
+    """names: of the parameters, which are told by their index there. buffer: what they are views of.
+
+    Their twins (see `forms`) are views of it too.
+    """
 
     def __init__(self, names: Sequence[str], buffer: FlatBuffer) -> None:
         self._names = names
         self.buffer = buffer
+        self._twins = [(i, twin) for i, p in enumerate(buffer.parameters) for twin in twins_of(p)]
+        self._bind_twins()
 
     def bind(self, buffer: FlatBuffer) -> None:
         """Make the parameters views of `buffer`."""
         buffer.bind()
         self.buffer = buffer
+        self._bind_twins()
+
+    def _bind_twins(self) -> None:
+        for index, twin in self._twins:
+            rebind(as_parameter(twin), self.buffer.views[index])
 
     def moved_away(self) -> list[int]:
         """Return the parameters that a program has given other memory."""

@@ -15,6 +15,7 @@ from torch import nn
 
 from zero.config.training import Config
 from zero.errors import ConfigError
+from zero.sharding.forms import as_parameter, inner_leaves
 
 _PACKED = ("quant", "packed")
 """Parts of the names of classes and attributes of parameters that hold packed weights."""
@@ -28,12 +29,14 @@ def computes_in(dtype: torch.dtype) -> bool:
 def exact_parameters(model: nn.Module, config: Config) -> set[nn.Parameter]:
     """Return the parameters that keep their dtype and travel as they are.
 
-    These are frozen ones that are in a storage format or that say they are quantised, and those that
-    `config.exact_parameters` names. Raises ConfigError if a pattern there matches nothing.
+    These are frozen ones that are in a storage format or that say they are quantised, the leaves inside a
+    parameter (see `forms`), and those that `config.exact_parameters` names. Raises ConfigError if a pattern
+    there matches nothing.
     """
     frozen = (p for p in model.parameters() if not p.requires_grad and p.is_floating_point())
     stored = {p for p in frozen if not computes_in(p.dtype) or _says_quantised(p)}
-    return stored | set(_named(model, config))
+    inner = {as_parameter(leaf) for leaves in inner_leaves(model).values() for leaf in leaves.values()}
+    return stored | inner | set(_named(model, config))
 
 
 def _says_quantised(parameter: nn.Parameter) -> bool:

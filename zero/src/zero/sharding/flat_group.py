@@ -191,7 +191,8 @@ class FlatGroup:
         share, ranks = self._accelerator.flat_buffers.share, self.mesh.shards
         common = explained(lambda: share(self.home, ranks), ranks.timeout) if here else None
         if common is not None:
-            self.home = self.binding.buffer = common
+            self.home = common
+            self.binding.bind(common)
             self.shard = common.data[self.window]
             return
         self.shard = self._mine.clone() if tier.near else tier.keep(self._stores, self._mine)

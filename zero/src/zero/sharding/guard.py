@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +19,7 @@ from torch._ops import OpOverload
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from zero.errors import ShardedParameterError
+from zero.sharding.forms import has_own_dispatch
 
 NAME_ATTRIBUTE = "_zero_name"
 OWNER_ATTRIBUTE = "_zero_owner"
@@ -156,6 +158,17 @@ def detachable() -> Iterator[None]:
         _blocks.pop()
 
 
+@cache
+def sharded_class(kind: type[nn.Parameter]) -> type[nn.Parameter]:
+    """The class of a sharded parameter that has been of class `kind`.
+
+    A wrapper's has to be derived from its own, which may have slots.
+    """
+    if not has_own_dispatch(kind) or issubclass(kind, ShardedParameter):
+        return ShardedParameter
+    return type(f"Sharded{kind.__name__}", (ShardedParameter, kind), {})
+
+
 def guard(parameters: Iterable[nn.Parameter]) -> None:
     for parameter in parameters:
         parameter.__class__ = ShardedParameter
@@ -165,7 +178,8 @@ def abandon(named: Iterable[tuple[str, nn.Parameter]]) -> None:
     """Guard parameters permanently, under their names: their values will not come back."""
     for name, parameter in named:
         parameter.__dict__ |= {NAME_ATTRIBUTE: name, REASON_ATTRIBUTE: LOST}
-        parameter.__class__ = ShardedParameter
+        if not isinstance(parameter, ShardedParameter):
+            parameter.__class__ = sharded_class(type(parameter))
 
 
 def is_lost(parameter: nn.Parameter) -> bool:
@@ -173,8 +187,8 @@ def is_lost(parameter: nn.Parameter) -> bool:
     return parameter.__dict__.get(REASON_ATTRIBUTE) == LOST
 
 
-def unguard(parameters: Iterable[nn.Parameter], classes: Iterable[type[nn.Parameter]]) -> None:
-    for parameter, cls in zip(parameters, classes, strict=True):
+def set_classes(classes: Iterable[tuple[nn.Parameter, type[nn.Parameter]]]) -> None:
+    for parameter, cls in classes:
         parameter.__class__ = cls
 
 

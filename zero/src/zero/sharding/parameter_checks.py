@@ -23,7 +23,8 @@ class ParameterChecks:
     def __init__(self, module: nn.Module, units: Sequence[ShardedUnit]) -> None:
         groups = [group for unit in units for group in unit.groups]
         self._model = ModelRef(module)
-        self._known = {id(parameter) for group in groups for parameter in group.parameters}
+        wrappers = [parameter for unit in units for parameter in unit.wrappers]
+        self._known = {id(p) for group in groups for p in group.parameters} | set(map(id, wrappers))
         self._names_then = _names_of(module)
         self._units = tuple(units)
         # Trained groups whose whole buffers stay, so that a program may change them at any time.
@@ -32,7 +33,7 @@ class ParameterChecks:
         ]
         self._versions: list[list[int]] = []
         self.snapshot_versions()
-        self._frozen = [p for group in groups if not group.trainable for p in group.parameters]
+        self._frozen = [p for group in groups if not group.trainable for p in group.parameters] + wrappers
 
     def check_trained(self) -> None:
         """Check parameters before a backward: walks modules and parameters, 0.2 ms for 400 of each."""

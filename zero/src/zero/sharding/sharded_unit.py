@@ -21,6 +21,7 @@ from zero.communication.communicator import Communicator
 from zero.ranges import ranged
 from zero.sharding.alterations import replaced, written
 from zero.sharding.flat_group import FlatGroup, Pending
+from zero.sharding.forms import as_parameter, twins_of
 from zero.sharding.gather_format import EXACT, GatherFormat
 from zero.sharding.parameter_guard import ParameterGuard
 
@@ -54,6 +55,7 @@ class ShardedUnit:
     resident: the parameters are always whole (stages 0 to 2, one rank, persistent units).
     forwards: number of forwards under way that need the unit gathered. calls_in_backward: forward calls whose
     backward has begun and is not over. kept: what else needs it.
+    wrappers: parameters that have their values in those of the groups (see `forms`).
     computed_in: the format of the last call that a backward has come to or, until one does, of the last
     forward with gradients. persistent: formats whose buffers `release` keeps until the weights change.
     changes: how often the weights have changed, for backwards to find out that their forward had others.
@@ -67,6 +69,7 @@ class ShardedUnit:
         groups: Sequence[FlatGroup],
         communicator: Communicator,
         resident: bool,
+        wrappers: Sequence[nn.Parameter] = (),
     ) -> None:
         self.index = index
         self.name = name
@@ -80,7 +83,10 @@ class ShardedUnit:
         self.persistent: set[GatherFormat] = set()
         self.changes = 0
         self._communicator = communicator
-        self.guard = ParameterGuard([p for group in groups for p in group.parameters])
+        self.wrappers = tuple(wrappers)
+        mine = [p for group in groups for p in group.parameters]
+        twins = [as_parameter(twin) for p in mine for twin in twins_of(p)]
+        self.guard = ParameterGuard(mine, (*wrappers, *twins))
         self._pending: dict[GatherFormat, list[list[Pending]]] = {}  # one list for each group that has begun
         self._gathered: set[GatherFormat] = set()
         self._stale = False  # the weights changed: nothing gathered before may stay

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zero.sharding.forms import as_parameter, inner_leaves, is_apart, name_of, named_leaves
 from zero.warning import warn
 
 
@@ -20,9 +21,9 @@ from zero.warning import warn
 class StateEntries:
     """The entries of a state dict, by kind.
 
-    parameters: every parameter's names; those of a tied one in the state dict's order. A parameter that is
-    not in the state dict has its names of `named_parameters()`. rest: extra state, and entries that hooks
-    add.
+    parameters: the names of every parameter's leaves (see `forms`); those of a tied one in the state dict's
+    order. A parameter that is not in the state dict has its names of `named_parameters()`. rest: extra state,
+    and entries that hooks add.
     """
 
     parameters: dict[nn.Parameter, tuple[str, ...]]
@@ -40,14 +41,35 @@ class StateEntries:
         return {name: parameter for parameter, names in self.parameters.items() for name in names}
 
 
+def state_of(module: nn.Module) -> dict[str, Any]:
+    """Return the module's state dict with its own tensors; wrappers taken apart into their leaves.
+
+    With them are leaves that the module's own state dict has in another form.
+    """
+    state: dict[str, Any] = module.state_dict(keep_vars=True)
+    inner = inner_leaves(module)
+    if not inner:
+        return state
+    apart = {id(p): leaves for p, leaves in inner.items() if is_apart(p, leaves)}
+    found = {
+        name_of(name, suffix): leaf
+        for name, value in state.items()
+        for suffix, leaf in apart.get(id(value), {"": value}).items()
+    }
+    there = {id(value) for value in found.values()}
+    return found | {name: leaf for name, leaf in named_leaves(module) if id(leaf) not in there}
+
+
 def entries_of(module: nn.Module) -> StateEntries:
-    """Return the module's entries as they are now."""
-    called = dict(module.named_parameters(remove_duplicate=False))
+    """Return the module's entries as they are now, parameters by their leaves."""
+    called = dict(named_leaves(module))
     names: dict[nn.Parameter, list[str]] = {parameter: [] for parameter in called.values()}
     buffers = {id(buffer) for buffer in module.buffers()}
     found = StateEntries({})
-    for name, value in module.state_dict(keep_vars=True).items():
-        parameter = value if isinstance(value, nn.Parameter) and value in names else called.get(name)
+    for name, value in state_of(module).items():
+        parameter = (
+            own if isinstance(value, Tensor) and (own := as_parameter(value)) in names else called.get(name)
+        )
         if parameter is not None:
             names[parameter].append(name)
         elif id(value) in buffers:
@@ -60,7 +82,7 @@ def entries_of(module: nn.Module) -> StateEntries:
 
 
 def first_names(module: nn.Module) -> dict[nn.Parameter, str]:
-    """Return each parameter's first name, in the order of `named_parameters()`.
+    """Return the first name of each parameter's leaves, in the order of `named_parameters()`.
 
     The names of `named_parameters()` are used, with a warning, if the module's `state_dict()` raises.
     """
@@ -71,7 +93,10 @@ def first_names(module: nn.Module) -> dict[nn.Parameter, str]:
             f"model.state_dict() raises {type(error).__name__}: {error}. The names of named_parameters() "
             "are used instead, and nothing can be saved"
         )
-        return {parameter: name for name, parameter in module.named_parameters()}
+        found: dict[nn.Parameter, str] = {}
+        for name, parameter in named_leaves(module):
+            found.setdefault(parameter, name)
+        return found
     return {parameter: names[0] for parameter, names in entries.parameters.items()}
 
 

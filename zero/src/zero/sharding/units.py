@@ -8,13 +8,14 @@ runs. A parameter used in several units belongs to the innermost unit that conta
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import nn
 
 from zero.config.training import UnitRule
 from zero.errors import ConfigError
+from zero.sharding.forms import inner_leaves
 from zero.sharding.state_entries import first_names
 
 ROOT = "<root>"
@@ -28,13 +29,16 @@ class UnitPlan:
     """A unit before it is built.
 
     hooked_modules: modules whose forward needs the parameters: the unit's module and, for the root unit, also
-    the modules that hold its parameters, so that calling one of them by itself works.
+    the modules that hold its parameters, so that calling one of them by itself works. parameters: by their
+    leaves (see `forms`). wrappers: parameters that are none of their own
+    leaves, with their names.
     """
 
     name: str
     hooked_modules: tuple[nn.Module, ...]
     parameters: tuple[tuple[str, nn.Parameter], ...]
     persistent: bool = False
+    wrappers: tuple[tuple[str, nn.Parameter], ...] = ()
 
 
 def find_units(model: nn.Module, rule: UnitRule, persistent_below: int = 0) -> list[UnitPlan]:
@@ -50,14 +54,33 @@ def find_units(model: nn.Module, rule: UnitRule, persistent_below: int = 0) -> l
         raise ConfigError(f"units={rule!r} matches {what}")
     owner = _assign(model, chosen)
     plans: dict[str, list[tuple[str, nn.Parameter]]] = {name: [] for name in (*chosen, ROOT, PERSISTENT)}
-    for parameter, name in first_names(model).items():
-        small = parameter.numel() < persistent_below
-        plans[PERSISTENT if small else owner[parameter]].append((name, parameter))
-    return [
-        UnitPlan(name, _hooked_modules(model, name, chosen, found), tuple(found), name == PERSISTENT)
-        for name, found in plans.items()
-        if found
-    ]
+    inner = inner_leaves(model)
+    outer = {id(leaf): (s, parameter) for parameter, leaves in inner.items() for s, leaf in leaves.items()}
+    for leaf, name in first_names(model).items():
+        _, parameter = outer.get(id(leaf), ("", leaf))
+        # A scale for all values is read on the host in places: as is torchao's and bitsandbytes' way.
+        single = parameter is not leaf and leaf.numel() == 1
+        small = single or parameter.numel() < persistent_below
+        plans[PERSISTENT if small else owner[parameter]].append((name, leaf))
+    return [_unit_plan(model, name, chosen, found, outer) for name, found in plans.items() if found]
+
+
+def _unit_plan(
+    model: nn.Module,
+    name: str,
+    chosen: dict[str, nn.Module],
+    found: list[tuple[str, nn.Parameter]],
+    outer: Mapping[int, tuple[str, nn.Parameter]],
+) -> UnitPlan:
+    """outer: for each leaf inside a parameter, by its id, its own part of its name, and the parameter."""
+    mine: dict[nn.Parameter, str] = {}
+    for leaf_name, leaf in found:
+        suffix, parameter = outer.get(id(leaf), ("", leaf))
+        mine.setdefault(parameter, leaf_name.removesuffix(f".{suffix}"))
+    hooked, persistent = _hooked_modules(model, name, chosen, mine), name == PERSISTENT
+    inside = {} if persistent else mine.keys() - {leaf for _, leaf in found}
+    wrappers = tuple((called, parameter) for parameter, called in mine.items() if parameter in inside)
+    return UnitPlan(name, hooked, tuple(found), persistent, wrappers)
 
 
 def _chosen(model: nn.Module, rule: UnitRule) -> Iterator[tuple[str, nn.Module]]:
@@ -136,12 +159,11 @@ def _common(first: list[str], second: list[str]) -> list[str]:
 
 
 def _hooked_modules(
-    model: nn.Module, name: str, chosen: dict[str, nn.Module], found: list[tuple[str, nn.Parameter]]
+    model: nn.Module, name: str, chosen: dict[str, nn.Module], mine: Collection[nn.Parameter]
 ) -> tuple[nn.Module, ...]:
     if name == PERSISTENT:
         return ()
     if name != ROOT:
         return (chosen[name],)
-    mine = {parameter for _, parameter in found}
     holders = (m for m in model.modules() if any(p in mine for p in m._parameters.values() if p is not None))
     return (model, *(m for m in holders if m is not model))

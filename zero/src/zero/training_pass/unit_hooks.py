@@ -53,7 +53,7 @@ class UnitHooks(Uncopied):
             self._hook(module)
         parametrized.report()
         known = _UnitOfParameter(self)
-        for parameter in self._calls.parameters:
+        for parameter in (*self._calls.parameters, *self._unit.wrappers):
             parameter.__dict__[UNIT_ATTRIBUTE] = known
 
     def _hook(self, module: nn.Module) -> None:

@@ -17,6 +17,7 @@ from zero.communication.mesh import Mesh, Meshes
 from zero.errors import StateError, UsageError, some
 from zero.sharding.alterations import replaced
 from zero.sharding.flat_group import FlatGroup
+from zero.sharding.forms import named_leaves
 from zero.sharding.sharded_unit import ShardedUnit
 from zero.sharding.uncopied import Uncopied
 from zero.tiers.values import Values, fetch, put
@@ -60,8 +61,7 @@ class FullParameters(Uncopied):
         for unit, group in ((u, g) for u in units for g in u.groups):
             for index, (name, parameter) in enumerate(zip(group.names, group.parameters, strict=True)):
                 places[parameter] = self._places[name] = unit, group, index
-        named = module.named_parameters(remove_duplicate=False)
-        self._places |= {name: places[parameter] for name, parameter in named if parameter in places}
+        self._places |= {name: places[leaf] for name, leaf in named_leaves(module) if leaf in places}
 
     @property
     def is_source(self) -> bool:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from zero.deferred import deferred_init
 from zero.errors import UsageError
+from zero.sharding.forms import leaves_of
 from zero.sharding.guard import NAME_ATTRIBUTE, OWNER_ATTRIBUTE, ShardedParameter, detachable
 from zero.sharding.uncopied import Uncopied
 from zero.whole.full_parameters import FullParameters
@@ -43,7 +44,8 @@ def mark_parameters(model: nn.Module, full: FullParameters) -> None:
     """
     owner = _Owner(full)
     for parameter in model.parameters():
-        parameter.__dict__[OWNER_ATTRIBUTE] = owner
+        for each in (parameter, *leaves_of(parameter)):
+            each.__dict__[OWNER_ATTRIBUTE] = owner
     for module in model.modules():
         if module._parameters and OWNER_ATTRIBUTE not in module.__dict__:
             module.register_load_state_dict_pre_hook(_refuse_to_load)
@@ -143,7 +145,7 @@ def _by_owner(
         listed = parameters.parameters() if isinstance(parameters, nn.Module) else parameters
         listed = _only_parameters(listed)
     owners: dict[FullParameters, list[nn.Parameter]] = {}
-    for parameter in dict.fromkeys(listed):
+    for parameter in dict.fromkeys(leaf for each in listed for leaf in leaves_of(each)):
         if deferred_init.is_deferred(parameter):
             raise UsageError("parameters made under zero.init() have no values before zero.initialize")
         owner = parameter.__dict__.get(OWNER_ATTRIBUTE)
@@ -170,7 +172,7 @@ def _only_parameters(given: Iterable[nn.Parameter]) -> list[nn.Parameter]:
 
 def _refuse_to_load(module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
     for name, parameter in module._parameters.items():
-        own = {} if parameter is None or prefix + name not in state else parameter.__dict__
+        own = {} if parameter is None or prefix + name not in state else leaves_of(parameter)[0].__dict__
         full = own[OWNER_ATTRIBUTE].alive() if OWNER_ATTRIBUTE in own else None
         if full is not None and not full.locate(own[NAME_ATTRIBUTE])[0].held_exact:
             raise UsageError(

@@ -14,7 +14,7 @@ from zero.errors import StateError, some
 from zero.sharding.flat_group import FlatGroup
 from zero.sharding.selection import EVERYTHING, Selection
 from zero.sharding.sharded_unit import ShardedUnit
-from zero.sharding.state_entries import entries_of, load_rest
+from zero.sharding.state_entries import entries_of, load_rest, state_of
 from zero.whole.full_parameters import FullParameters, spread_buffer, view_of
 
 
@@ -43,7 +43,7 @@ def read(
         return {}
     return {
         name: values[owner[name]] if name in owner else _copied(value)
-        for name, value in model.state_dict(keep_vars=True).items()
+        for name, value in state_of(model).items()
         if name in chosen
     }
 
@@ -123,7 +123,7 @@ def _copied(value: Any) -> Any:
 
 
 def _misfits(model: nn.Module, state: Mapping[str, Any], strict: bool) -> str:
-    expected = model.state_dict(keep_vars=True)
+    expected = state_of(model)
     shapes = [
         f"{n}: {tuple(state[n].shape)} instead of {tuple(e.shape)}"
         for n, e in expected.items()

@@ -1,0 +1,76 @@
+"""Frozen weights of torchao and bitsandbytes: the bits of an unsharded model, wherever they lie."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zero
+from accelz.conformance.cluster import Clusters, Context
+from tests.frameworks import quantised_runs as runs
+
+KINDS = list(runs.MADE)
+
+
+def wheres(folder: Path) -> dict[str, dict[str, Any]]:
+    return {
+        "stage 1": {"stage": 1},
+        "stage 3": {"stage": 3},
+        "host": {"offload": zero.Offload(params="host", optimizer="host")},
+        "disk": {"offload": zero.Offload(params="disk", optimizer="disk", path=folder)},
+        "bf16, coded": {"precision": "bf16", "gather_dtype": "int8"},
+    }
+
+
+@pytest.mark.parametrize("where", wheres(Path()))
+def test_they_train_adapters_as_unsharded(cluster: Clusters, tmp_path: Path, where: str) -> None:
+    wanted = cluster(1).run(runs.unsharded, kinds=KINDS)[0]
+    saved, settings = tmp_path / "saved", wheres(tmp_path)[where]
+    for rank, found in enumerate(
+        cluster(2).run(runs.trained, kinds=KINDS, folder=str(saved), **settings, limit=120)
+    ):
+        for kind in KINDS:
+            assert found[kind]["kept"], kind
+            tolerance = 1e-6 if "bf16" not in where else 0.05
+            assert found[kind]["losses"] == pytest.approx(wanted[kind]["losses"], abs=tolerance), kind
+            if rank == 0 and tolerance < 0.01:
+                state = found[kind]["state"]
+                for name in (name for name in wanted[kind]["state"] if ".up." in name or ".down." in name):
+                    assert torch.allclose(state[name], wanted[kind]["state"][name], atol=1e-5), name
+    if where == "stage 3":
+        for ranks in (1, 3):
+            for each in cluster(ranks).run(runs.loaded, kinds=KINDS, folder=str(saved), limit=120):
+                assert each == dict.fromkeys(KINDS, (True, True))
+
+
+def test_docs_have_each_type() -> None:
+    table = (Path(__file__).parents[2] / "docs" / "parameters.md").read_text()
+    assert [line.split(" | ")[0] for line in table.splitlines() if "all of the below" in line] == [
+        f"| {kind}" for kind in KINDS
+    ]
+
+
+def other_format(context: Context, folder: str) -> None:
+    first = runs.built("bitsandbytes Linear4bit, nf4 in uint8")
+    engine = zero.initialize(first, runs.adapters(first), zero.Config(timeout=30))
+    engine.save_checkpoint(folder)
+    runs.MADE["fp4"] = runs._4bit("fp4", torch.uint8, nested=True)
+    second = runs.built("fp4")
+    engine = zero.initialize(second, runs.adapters(second), zero.Config(timeout=30))
+    with pytest.raises(
+        zero.StateError, match=r"'0\.base\.weight' was saved as .* nf4 of .* is now .* fp4 of"
+    ):
+        engine.load_checkpoint(folder)
+
+
+def test_values_of_another_format_are_refused(cluster: Clusters, tmp_path: Path) -> None:
+    cluster(2).run(other_format, folder=str(tmp_path / "saved"))
+
+
+def test_weights_that_are_not_packed_yet_are_refused() -> None:
+    layer = runs.bitsandbytes.nn.Linear4bit(16, 16)
+    with pytest.raises(zero.ModelError, match="Params4bit that are not packed yet"):
+        zero.initialize(layer, torch.optim.SGD(layer.parameters()))

@@ -1,0 +1,195 @@
+"""Parameters that wrap tensors, or have some beside them: sharded, moved and saved as the bits of these."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import accelz
+import zero
+from accelz.conformance.cluster import Clusters, Context
+from tests.zero.helpers.loops import train_on
+from tests.zero.helpers.models import device_of
+from tests.zero.helpers.training import adamw
+from tests.zero.helpers.wrappers import Codes, Nested, Packed, Wrapping
+from zero.sharding.forms import inner_leaves, named_leaves
+
+WIDTH = 16
+KINDS = {"codes": Codes, "nested": Nested, "packed": Packed}
+
+zero.register_form(Packed, Packed.leaves)
+
+
+def built(kind: Any, seed: int = 3) -> nn.Sequential:
+    """On the host."""
+    torch.manual_seed(seed)
+    return nn.Sequential(*(Wrapping(WIDTH, kind) for _ in range(3)))
+
+
+def moved(model: nn.Sequential) -> nn.Sequential:
+    """To the device, but for what the engine moves itself."""
+    return model if isinstance(model[0].weight, Packed) else model.to(accelz.current().device)
+
+
+def losses(model: nn.Module, engine: zero.Engine | None = None, steps: int = 3) -> list[float]:
+    """Of an engine, or unsharded, on the host."""
+    optimizer = None if engine is not None else adamw(model)
+    x = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(0)).to(device_of(model))
+    found = []
+    for _ in range(steps):
+        loss = model(x).square().mean()
+        if engine is not None:
+            train_on(engine, loss)
+        elif optimizer is not None:
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+def frozen(model: nn.Module) -> dict[str, Tensor]:
+    """A copy of the leaves of its weights, on the host."""
+    named = named_leaves(model)
+    return {name: p.detach().cpu().clone() for name, p in named if not p.requires_grad}
+
+
+def same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> bool:
+    return found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def packed_body(context: Context, stage: int, way: str, folder: str) -> None:
+    offload = {
+        "device": zero.Offload(),
+        "host": zero.Offload(params="host", optimizer="host"),
+        "disk": zero.Offload(params="disk", optimizer="disk", path=folder),
+    }[way]
+    for name, kind in KINDS.items():
+        wanted, before = losses(built(kind)), frozen(built(kind))
+        model = moved(built(kind, seed=3 + context.rank))  # all get rank 0's values
+        engine = zero.initialize(model, adamw(model), zero.Config(timeout=20, stage=stage, offload=offload))
+        assert losses(model, engine) == pytest.approx(wanted, abs=1e-6)
+        with zero.gathered(model):
+            assert same(frozen(model), before)
+        state = engine.state_dict()
+        path = f"{folder}/{name}"
+        engine.save_checkpoint(path)
+        after = losses(model, engine, 1)
+        with zero.gathered(model[1].weight, write_rank=0):
+            for leaf in inner_leaves(model)[model[1].weight].values():
+                leaf.data.zero_()
+        engine.load_checkpoint(path)
+        assert losses(model, engine, 1) == after
+        if context.rank == 0:
+            assert same({key: state[key] for key in before}, before)
+        engine.load_state_dict(state)
+        with zero.gathered(model):
+            assert same(frozen(model), before)
+
+
+@pytest.mark.parametrize(
+    ("stage", "way"), [(0, "device"), (1, "device"), (2, "device"), (3, "device"), (3, "host"), (3, "disk")]
+)
+def test_they_keep_their_bits_and_train_alike(
+    cluster: Clusters, stage: int, way: str, tmp_path: Path
+) -> None:
+    cluster(2).run(packed_body, stage=stage, way=way, folder=str(tmp_path))
+
+
+def saved_body(context: Context, path: str) -> None:
+    model = moved(built(Nested))
+    engine = zero.initialize(model, adamw(model), zero.Config(timeout=20))
+    losses(model, engine)
+    engine.save_checkpoint(path)
+
+
+def loaded_body(context: Context, path: str) -> None:
+    other = moved(built(Nested, seed=5))
+    engine = zero.initialize(other, adamw(other), zero.Config(timeout=20))
+    engine.load_checkpoint(path)
+    with zero.gathered(other):
+        assert same(frozen(other), frozen(built(Nested)))
+    plain = moved(built(Codes))
+    engine = zero.initialize(plain, adamw(plain), zero.Config(timeout=20))
+    with pytest.raises(
+        zero.StateError, match=r"missing .* 0\.weight\.codes,.*unexpected .* 0\.weight\.inside"
+    ):
+        engine.load_checkpoint(path)
+
+
+def test_checkpoints_fit_other_numbers_of_ranks(cluster: Clusters, tmp_path: Path) -> None:
+    path = str(tmp_path / "checkpoint")
+    cluster(2).run(saved_body, path=path)
+    for ranks in (1, 3):
+        cluster(ranks).run(loaded_body, path=path)
+
+
+def guarded_body(context: Context) -> None:
+    for kind in (Codes, Nested):
+        model = moved(built(kind))
+        weight = model[1].weight
+        engine = zero.initialize(model, adamw(model), zero.Config(timeout=20))
+        for use in (
+            lambda weight=weight: weight + 1,
+            lambda weight=weight: nn.functional.linear(torch.ones(1, WIDTH), weight),
+            lambda weight=weight: weight.values(),
+        ):
+            with pytest.raises(zero.ShardedParameterError, match=r"1\.weight"):
+                use()
+        assert (weight.shape, weight.dtype, weight.requires_grad) == ((WIDTH, WIDTH), torch.float32, False)
+        assert model[1].weight is weight
+        assert isinstance(weight, kind)
+        with zero.gathered(weight):
+            assert type(weight) is kind
+            assert (weight + 1).shape == weight.shape
+        weight.requires_grad_(True)
+        with pytest.raises(zero.ModelError, match=r"no longer frozen: 1\.weight\."):
+            losses(model, engine, 1)
+        del engine
+
+
+def test_released_ones_raise(cluster: Clusters) -> None:
+    cluster(2).run(guarded_body)
+
+
+class Silent(Tensor):
+    """Answers torch's operations, and does not say what it wraps."""
+
+    @staticmethod
+    def __new__(cls, shape: tuple[int, ...]) -> Silent:
+        made: Silent = Tensor._make_wrapper_subclass(cls, shape)
+        return made
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return cls(tuple(args[0].shape))
+
+
+def test_what_is_refused() -> None:
+    model = built(Codes)
+    optimizer = adamw(model)
+    with pytest.raises(zero.ModelError, match=r"'0\.weight' is a Codes, whose inner .* Config\(compile="):
+        zero.initialize(model, optimizer, zero.Config(compile=True))
+    model[2].weight.requires_grad_(True)
+    with pytest.raises(zero.ModelError, match=r"'2\.weight' is a Codes, of which .* freeze it"):
+        zero.initialize(model, optimizer)
+    model[2].weight = nn.Parameter(Silent((WIDTH, WIDTH)), requires_grad=False)
+    with pytest.raises(zero.ModelError, match=r"'2\.weight' is a Silent, .*register_form"):
+        zero.initialize(model, optimizer)
+    with pytest.raises(zero.UsageError, match="a class of parameters"):
+        zero.register_form(Codes, None)  # type: ignore[arg-type]
+
+
+def test_a_plan_knows_them() -> None:
+    model = built(Codes)
+    plan = zero.plan(model, adamw(model), ranks=2)
+    frozen = [(g.dtype, g.numel) for unit in plan.units for g in unit.groups if not g.trainable]
+    assert frozen == [(torch.int8, WIDTH**2), (torch.float32, 2 * WIDTH)] * 3  # slices of 16 elements
