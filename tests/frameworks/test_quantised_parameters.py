@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import bitsandbytes
 import pytest
 import torch
 
@@ -71,6 +72,6 @@ def test_values_of_another_format_are_refused(cluster: Clusters, tmp_path: Path)
 
 
 def test_weights_that_are_not_packed_yet_are_refused() -> None:
-    layer = runs.bitsandbytes.nn.Linear4bit(16, 16)
+    layer = bitsandbytes.nn.Linear4bit(16, 16)
     with pytest.raises(zero.ModelError, match="Params4bit that are not packed yet"):
         zero.initialize(layer, torch.optim.SGD(layer.parameters()))
