@@ -5,6 +5,7 @@ Modules, lowest first:
 initial_values          what the ranks came with, compared
 build_units             units from their drafts
 regroup                 units built anew for another optimizer
+parts                   several parts of a model as one
 no_sync                 `model.no_sync()`
 build                   all other parts, and the engine
 initialization          `zero.initialize`

@@ -39,6 +39,7 @@ from zero.pretrained import keep_promises
 from zero.setup.build import Sharded, Stepper, build_engine
 from zero.setup.build_units import build_units, taking_over
 from zero.setup.initial_values import InitialValues
+from zero.setup.parts import as_model
 from zero.sharding.exact import computes_in
 from zero.sharding.forms import adopt, named_leaves
 from zero.sharding.local import apart_of
@@ -50,7 +51,7 @@ from zero.whole.full_parameters import spread_buffer
 
 
 def initialize(
-    model: nn.Module,
+    model: nn.Module | Sequence[nn.Module],
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     config: Config | None = None,
     process_group: ProcessGroup | None = None,
@@ -67,6 +68,8 @@ def initialize(
     param_groups then hold what this rank steps: its slices, or whole parameters (see
     Config.whole_parameters).
 
+    model: the module, or a list of parts of one model that are called by themselves, as the stages of a
+        pipeline are; their names begin with their numbers.
     optimizer: one optimizer, or a list of them for different parameters, such as Muon for matrices and AdamW
         for the rest. None: the model is only read, as a reference or a teacher is; or its optimizer is
         created later, from `model.parameters()`, and given to `engine.attach(optimizer)`.
@@ -88,7 +91,7 @@ def initialize(
     OutOfMemoryError, CommunicationError, or CheckpointError (pretrained weights can no longer be read), model
     and optimizer must be built anew.
     """
-    config = settings(config)
+    config, model = settings(config), as_model(model)
     arranged = arrangement(process_group, mesh, data_dims, shard_dims, config)
     check_model(model)
     accelerator = accelz.current()

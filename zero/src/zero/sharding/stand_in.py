@@ -204,6 +204,11 @@ class StandIns:
         with torch._C.DisableTorchFunctionSubclass():
             return [p for p in self._shown if p.grad is not None and p.grad is not self._made[p]]
 
+    def others(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        """Those of these parameters that have a gradient which is none of the engine's."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return [p for p in parameters if p.grad is not None and p not in self._shown]
+
     def hide(self, which: Set[nn.Parameter] | None = None) -> None:
         """Take the stand-ins of these parameters away; without an argument, all."""
         mine = [p for p in self._shown if which is None or p in which]

@@ -74,6 +74,7 @@ class Boundary:
         if self.training_pass.has_gradients:
             self.step(optimizer, keep=True)
             return
+        self.held_gradients.check_none_given()
         with self.changing_weights(()):
             self.optimizer.step(optimizer, (), None, None)  # its hooks run, as without an engine
 

@@ -219,9 +219,15 @@ class HeldGradients:
             gradients.drop_kept()
         return shared or ()
 
+    def check_none_given(self) -> None:
+        """Raise UsageError for gradients that came by no backward that the engine has seen."""
+        if given := self._stand_ins.others(self._places):
+            raise UsageError(_GIVEN.format(some([self._name(each) for each in given])))
+
     def _take_in(self) -> None:
         """Drop the gradients that the program has removed, and make what is dropped zero. Raises UsageError
         for those that it has replaced."""
+        self.check_none_given()
         if replaced := self._stand_ins.replaced():
             raise UsageError(_REPLACED.format(some([self._name(each) for each in replaced])))
         removed = self._stand_ins.removed()
@@ -371,6 +377,11 @@ def _same(one: Multiplier, other: Multiplier) -> bool:
 _REPLACED = (
     "`.grad` was replaced between backward() and step(): {}. The engine steps the gradients that it holds: "
     "change those in place, as in p.grad.copy_(...), on every rank"
+)
+_GIVEN = (
+    "`.grad` was set by something else than a backward: {}. The engine steps the gradients of backwards; a "
+    "pipeline's schedule that computes those of weights by themselves (zero bubble) does not run with it: "
+    "take GPipe, 1F1B or Interleaved1F1B"
 )
 _OPTIMIZERS = (
     "`.grad` of what is in optimizer.param_groups was removed or replaced between backward() and step(), "

@@ -1,0 +1,139 @@
+"""torch's pipeline schedules, with an engine on the stages that each rank has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+)
+
+import zero
+from accelz.conformance.cluster import Clusters, Context
+from tests.zero.helpers.meshes import mesh_of
+from tests.zero.helpers.optimizers import sgd
+from tests.zero.helpers.training import relative_error, state_error
+
+RANKS, STEPS, WIDTH, ROWS, MICRO_BATCHES, LAYERS, CLIP = 4, 3, 6, 8, 4, 4, 0.05
+
+pytestmark = pytest.mark.host  # torch sends activations from stage to stage
+
+
+class Part(nn.Module):
+    """Some layers of a model, under the names that they have in all of it."""
+
+    def __init__(self, first: int, count: int) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        layers = {str(i): nn.Linear(WIDTH, WIDTH) for i in range(LAYERS)}
+        self.layers = nn.ModuleDict({str(i): layers[str(i)] for i in range(first, first + count)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers.values():
+            x = torch.tanh(layer(x))
+        return x
+
+
+def rows(step: int, rank: int) -> Tensor:
+    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def loss_of(y: Tensor, target: Tensor) -> Tensor:
+    return (y - target).square().mean()
+
+
+def reference() -> tuple[list[list[float]], list[float], dict[str, Tensor]]:
+    """Losses by step and data rank, norms, and final weights of one process."""
+    model = Part(0, LAYERS)
+    optimizer = sgd(model)
+    losses, norms = [], []
+    for step in range(STEPS):
+        each = [loss_of(model(rows(step, rank)), torch.ones(ROWS, WIDTH)) for rank in range(2)]
+        torch.stack(each).mean().backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append([loss.item() for loss in each])
+    return losses, norms, {name: value.detach() for name, value in model.state_dict().items()}
+
+
+def schedule_of(kind: Any, parts: list[Part], number: int, group: Any) -> Any:
+    """This rank's part of a schedule. number: of the rank in the pipeline."""
+    count = 2 * len(parts)
+    stages = [
+        PipelineStage(part, number + 2 * i, count, torch.device("cpu"), group=group)
+        for i, part in enumerate(parts)
+    ]
+    return kind(stages if len(parts) > 1 else stages[0], MICRO_BATCHES, loss_fn=loss_of)
+
+
+def pipeline_body(context: Context) -> dict[str, float]:
+    losses, norms, weights = reference()
+    mesh = mesh_of(("pp", 2), ("dp", 2))
+    number, place = mesh.get_local_rank("pp"), mesh.get_local_rank("dp")
+    found = {}
+    ways = [(ScheduleGPipe, 3), (Schedule1F1B, 1), (Schedule1F1B, 2), (Schedule1F1B, 3)]
+    for kind, stage in [*ways, (ScheduleInterleaved1F1B, 2), (ScheduleInterleaved1F1B, 3)]:
+        several = kind is ScheduleInterleaved1F1B
+        parts = [Part(number, 1), Part(number + 2, 1)] if several else [Part(2 * number, 2)]
+        optimizer = torch.optim.SGD(
+            [p for part in parts for p in part.parameters()], lr=0.05, momentum=0.9, nesterov=True
+        )
+        config = zero.Config(stage=stage, timeout=20, clip_norm=CLIP, local_modules={"*": "pp"})
+        engine = zero.initialize(parts if several else parts[0], optimizer, config, mesh=mesh, data_dims="dp")
+        schedule = schedule_of(kind, parts, number, mesh.get_group("pp"))
+        told, seen = [], []
+        for step in range(STEPS):
+            said: list[Tensor] = []
+            given = (rows(step, place),) if number == 0 else ()
+            ends = {"target": torch.ones(ROWS, WIDTH), "losses": said} if number == 1 else {}
+            schedule.step(*given, **ends)
+            optimizer.step()
+            seen.append(float(engine.grad_norm or 0))
+            optimizer.zero_grad()
+            told += [float(torch.stack(said).mean())] if said else []
+        name = f"{kind.__name__}, stage {stage}"
+        found[f"{name}: norms"] = relative_error(seen, norms)
+        found[f"{name}: losses"] = relative_error(told, [each[place] for each in losses]) if told else 0.0
+        state = {key.split(".", 1)[1] if several else key: v for key, v in engine.state_dict().items()}
+        found[f"{name}: weights"] = state_error(state, {key: weights[key] for key in state})
+    return found
+
+
+def test_schedules_train_as_one_process(cluster: Clusters) -> None:
+    for found in cluster(RANKS).run(pipeline_body, limit=60):
+        assert max(found.values()) < 1e-6, found
+
+
+def refused_body(context: Context) -> tuple[str, str]:
+    """Gradients that a schedule computes by themselves, as zero bubble does; a call of several parts."""
+    parts = [Part(0, 1), Part(1, 1)]
+    optimizer = torch.optim.SGD([p for part in parts for p in part.parameters()], lr=0.05)
+    engine = zero.initialize(parts, optimizer, zero.Config(timeout=20))
+    weight = parts[1].layers["1"].weight
+    weight.grad = torch.ones_like(weight)
+    with pytest.raises(zero.UsageError) as stepped:
+        optimizer.step()
+    with pytest.raises(zero.UsageError) as called:
+        engine(rows(0, 0))
+    return str(stepped.value), str(called.value)
+
+
+def test_what_does_not_run_is_told(cluster: Clusters) -> None:
+    for stepped, called in cluster(1).run(refused_body):
+        assert "`.grad` was set by something else than a backward: 1.layers.1.weight" in stepped
+        assert "take GPipe, 1F1B or Interleaved1F1B" in stepped
+        assert called == "the engine has several parts of a model: call the parts, not the engine"
+
+
+def test_lists_that_are_no_parts() -> None:
+    part = Part(0, 1)
+    for given in ([], [part, part], [part, 3]):
+        with pytest.raises(zero.ModelError, match="expected a list of"):
+            zero.initialize(given, None)  # type: ignore[arg-type]
