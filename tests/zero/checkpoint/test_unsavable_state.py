@@ -41,6 +41,36 @@ class Halved(Tensor):
         return func(*tree_map(widen, args), **tree_map(widen, kwargs or {}))
 
 
+class Telling(Halved):
+    """One that says which tensor it wraps, and what else it needs to be made again."""
+
+    note: Any = (torch.bfloat16, {"block": 4})
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["halves"], self.note
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> Telling:
+        made: Any = Telling(inner["halves"])
+        made.note = context
+        return made  # type: ignore[no-any-return]
+
+
+class Unplain(Telling):
+    note = object()
+
+
+class Nested(Telling):
+    """Wraps another wrapper."""
+
+
+def nameless(halves: Tensor) -> Tensor:
+    class Local(Telling):
+        pass
+
+    return Local(halves)
+
+
 class Averaging(Optimizer):
     """Momentum, kept as `make` makes it."""
 
@@ -61,6 +91,10 @@ class Averaging(Optimizer):
 STATES: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "a wrapper": (lambda p: Halved(torch.zeros_like(p, dtype=torch.bfloat16)), "a Halved (torch.float32"),
     "a wrapper in a list": (lambda p: [Halved(torch.zeros_like(p))], "a Halved, which a checkpoint cannot"),
+    "a wrapper that tells": (lambda p: Telling(torch.zeros_like(p, dtype=torch.bfloat16)), ""),
+    "a wrapper that needs an object": (lambda p: Unplain(torch.zeros_like(p)), "needs a object to be made"),
+    "a wrapper around one": (lambda p: Nested(Telling(torch.zeros_like(p))), "wraps a Telling as 'halves'"),
+    "a wrapper without a name": (lambda p: nameless(torch.zeros_like(p)), "is not found under that name"),
     "sparse": (lambda p: torch.zeros(p.shape).to_sparse(), "torch.sparse_coo"),
     "two doubles": (lambda p: torch.zeros_like(p, dtype=torch.complex128, device="cpu"), "complex128"),
     "a set": (lambda p: {"seen"}, "is a set, which a checkpoint cannot hold"),

@@ -29,6 +29,7 @@ from zero.optimizer.piece_state import in_memory_order, is_elementwise
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
 from zero.optimizer.state_offload import StateOffload
 from zero.optimizer.stepped import SteppedPiece
+from zero.optimizer.wrapped_state import described, inner_tensors, is_wrapper
 from zero.sharding import layout
 from zero.sharding.flat_group import FlatGroup
 from zero.sharding.forms import descriptions
@@ -216,12 +217,13 @@ def _collect_state(
             flat = joined([in_memory_order(state[p.parameter][name], p.parameter) for p in pieces])
             values = flat[window.start - first.piece.start : window.stop - first.piece.start]
             found.parts.append(Part(key, spec.shape, values, window.start, stride_of(spec)))
-        elif isinstance(value, Tensor):
+        elif isinstance(value, Tensor) and not is_wrapper(value):
             if window.start == 0:
                 found.parts.append(Part(key, tuple(value.shape), value.detach().contiguous().view(-1)))
         elif window.start == 0:
             what = _told(name, spec)
-            found.values.setdefault(spec.name, {})[name] = user_state.encode(value, key, found.parts, what)
+            plain = described(value, what) if is_wrapper(value) else value
+            found.values.setdefault(spec.name, {})[name] = user_state.encode(plain, key, found.parts, what)
 
 
 def _told(name: str, spec: ParameterSpec) -> str:
@@ -231,7 +233,9 @@ def _told(name: str, spec: ParameterSpec) -> str:
 def _check_storable(name: str, value: Any, spec: ParameterSpec, piece: SteppedPiece) -> None:
     """Raise StateError for a value of a piece's state that a checkpoint cannot hold."""
     try:
-        if not isinstance(value, (Tensor, Stored)):
+        if is_wrapper(value):
+            _check_wrapper(value, _told(name, spec), piece.piece.length < spec.numel)
+        elif not isinstance(value, (Tensor, Stored)):
             user_state.encode(value, "", [], _told(name, spec))
         elif isinstance(value, Tensor) and user_state.is_plain(value):
             name_of(value.dtype, _told(name, spec))
@@ -242,6 +246,16 @@ def _check_storable(name: str, value: Any, spec: ParameterSpec, piece: SteppedPi
         raise StateError(
             f"{error}. A checkpoint cannot hold it: use an optimizer whose state is plain tensors and numbers"
         ) from None
+
+
+def _check_wrapper(value: Tensor, what: str, of_slice: bool) -> None:
+    if of_slice:
+        raise UsageError(
+            f"{what} has blocks of a slice, which other ranks cannot use: whole_parameters=False"
+        )
+    user_state.encode(described(value, what), "", [], what)
+    for name, inner in inner_tensors(value).items():
+        name_of(inner.dtype, f"{what}, {name}")
 
 
 def _kind(value: Tensor) -> str:

@@ -22,6 +22,7 @@ from zero.optimizer.joint import kind_of, kinds_of_groups, members
 from zero.optimizer.piece_state import in_memory_order, moved
 from zero.optimizer.stepped import SteppedPiece, SteppedSubGroup
 from zero.optimizer.stepping import goes_by_element
+from zero.optimizer.wrapped_state import SHAPE, check_class, is_description, restored
 from zero.sharding.layout import ParameterSpec
 from zero.tiers.values import changing
 
@@ -124,6 +125,11 @@ class OptimizerLoad:
         tensors = {key: self._manifest.tensors[state_key(key, entry.name)] for key in entry.state}
         if any(tensor.numel != 1 for key, tensor in tensors.items() if key == "step"):
             return False
+        for wrapper in filter(is_description, entry.values.values()):
+            check_class(wrapper)
+            whole_shape = list(self._manifest.tensors[model_key(entry.name)].shape)
+            if piece.piece.length < numel or wrapper[SHAPE] != whole_shape:
+                return False
         if kernel:
             return self._kernel_takes(piece, entry, tensors)
         wide = {key: tensor for key, tensor in tensors.items() if tensor.shape}
@@ -182,8 +188,13 @@ class OptimizerLoad:
                     values.zero_()
         for key in entry.state:
             self._fill_state(key, stepped, piece, entry)
+        device = stepped.master.device
         for key, value in entry.values.items() if stepped.rule is None else ():
-            state[key] = moved(key, self._reader.decode(value), piece.parameter, stepped.master.device)
+            found = self._reader.decode(value)
+            if is_description(found):
+                state[key] = restored(found, device)
+            else:
+                state[key] = moved(key, found, piece.parameter, device)
 
     def _fill_state(
         self, key: str, stepped: SteppedSubGroup, piece: SteppedPiece, entry: ParameterEntry

@@ -5,6 +5,7 @@ Modules, lowest first:
 joint                   several optimizers as one
 lion, kernel_rules      which optimizers a kernel serves, and with what state; Lion, which torch lacks
 stepping, checks        how each parameter is stepped; which optimizers are accepted
+wrapped_state           state that wraps other tensors: described, and restored
 piece_state, state_size what an optimizer keeps for a piece, and how much
 routes                  which rank steps a whole parameter, and what travels there and back
 stepped, pieces         the sub-groups with this rank's pieces; pieces as tensors

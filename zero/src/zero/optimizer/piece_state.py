@@ -8,15 +8,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from zero.optimizer.wrapped_state import is_wrapper, kept_tensors, moved_wrapper
 from zero.tiers.stored import Stored
 from zero.tiers.values import Values
 
 
 def is_elementwise(key: str, value: Values, parameter: nn.Parameter) -> bool:
-    """Whether a state tensor of a piece has one value per element."""
+    """Whether a state tensor of a piece has one value per element, each by itself: blocks of a wrapper share
+    scales."""
     if isinstance(value, Stored):
         return True
-    return key != "step" and value.shape == parameter.shape
+    return key != "step" and value.shape == parameter.shape and not is_wrapper(value)
 
 
 def in_memory_order(value: Values, parameter: nn.Parameter) -> Values:
@@ -33,9 +35,11 @@ def in_memory_order(value: Values, parameter: nn.Parameter) -> Values:
 
 
 def tensors_beside(state: dict[str, Any], parameter: nn.Parameter) -> list[Tensor]:
-    """The tensors of a state that are kept beside a parameter, including those in lists and dicts."""
+    """The tensors of a state that are kept beside a parameter, including those in lists, dicts and
+    wrappers."""
     leaves = ((key, leaf) for key, value in state.items() for leaf in tree_leaves(value))
-    return [leaf for key, leaf in leaves if isinstance(leaf, Tensor) and _is_beside(key, leaf, parameter)]
+    beside = (leaf for key, leaf in leaves if isinstance(leaf, Tensor) and _is_beside(key, leaf, parameter))
+    return [tensor for leaf in beside for tensor in kept_tensors(leaf)]
 
 
 def moved(key: str, value: Any, parameter: nn.Parameter, device: torch.device, copy: bool = False) -> Any:
@@ -44,6 +48,8 @@ def moved(key: str, value: Any, parameter: nn.Parameter, device: torch.device, c
     def move(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
+        if is_wrapper(leaf):
+            return moved_wrapper(leaf, device, copy)
         return leaf.to(device if _is_beside(key, leaf, parameter) else leaf.device, copy=copy)
 
     return tree_map(move, value)

@@ -17,6 +17,7 @@ from zero.files.dtypes import TORCH, name_of
 from zero.optimizer.piece_state import in_memory_order, is_elementwise
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
 from zero.optimizer.stepped import SteppedPiece
+from zero.optimizer.wrapped_state import inner_tensors, is_wrapper
 from zero.sharding.flat_group import FlatGroup
 from zero.sharding.sharded_unit import ShardedUnit
 from zero.tiers.stored import Stored
@@ -60,7 +61,7 @@ class OptimizerState:
         communicator = self._full_parameters.communicator
         pieces = self._pieces(group, index)
         state: dict[str, Any] = next((self._state.get(piece.parameter, {}) for piece in pieces), {})
-        mine = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+        mine = {key: value for name, kept in state.items() for key, value in _tensors(name, kept)}
         forms = communicator.all_gather_object(
             {key: [list(value.shape), name_of(value.dtype, key)] for key, value in mine.items()}
         )
@@ -114,6 +115,16 @@ class OptimizerState:
             ranks = group.mesh.shards
             self._full_parameters.communicator.all_reduce(unit.name, flat, ranks, "max").wait()
         return flat
+
+
+def _tensors(key: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a value of a state: of a wrapper, what it stands for, and what it wraps."""
+    if is_wrapper(value):
+        if hasattr(value, "dequantize"):
+            yield key, value.dequantize()
+        yield from ((f"{key}.{name}", inner) for name, inner in inner_tensors(value).items())
+    elif isinstance(value, Tensor):
+        yield key, value
 
 
 def _entry(flat: Tensor, group: FlatGroup, index: int, kind: Kind) -> Tensor:

@@ -1,0 +1,164 @@
+"""Optimizers of torchao and bitsandbytes that keep their state in 8 and 4 bits, at any number of ranks."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import zero
+from accelz.conformance.cluster import Clusters, Context
+from tests.zero.helpers.loops import train_on
+
+STEPS, MORE = 3, 2
+NAMES = ("0.weight", "0.bias", "2.weight")
+"""Two matrices whose state is quantised, of 32 and 33 blocks, and a vector that is too small for that."""
+
+
+def torchao(name: str) -> Callable[[nn.Module], Optimizer]:
+    def make(model: nn.Module) -> Optimizer:
+        kind: Any = getattr(import_module("torchao.optim"), name)
+        return kind(model.parameters(), lr=1e-2, weight_decay=0.1)  # type: ignore[no-any-return]
+
+    return make
+
+
+def bitsandbytes(model: nn.Module) -> Optimizer:
+    kind: Any = import_module("bitsandbytes").optim.AdamW8bit
+    return kind(model.parameters(), lr=1e-2, weight_decay=0.1)  # type: ignore[no-any-return]
+
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
+    "torchao AdamW8bit": torchao("AdamW8bit"),
+    "torchao AdamW4bit": torchao("AdamW4bit"),
+    "torchao AdamWFp8": torchao("AdamWFp8"),
+    "bitsandbytes AdamW8bit": bitsandbytes,
+}
+QUANTISED = {
+    "torchao AdamW8bit": ("exp_avg.codes", torch.uint8, 1),
+    "torchao AdamW4bit": ("exp_avg.codes", torch.uint8, 2),
+    "torchao AdamWFp8": ("exp_avg.codes", torch.float8_e4m3fn, 1),
+    "bitsandbytes AdamW8bit": ("state1", torch.uint8, 1),
+}
+"""For each, a state tensor, its dtype, and how many values an element has."""
+
+
+def model() -> nn.Module:
+    torch.manual_seed(11)
+    return nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 66))
+
+
+def loss_of(network: nn.Module, step: int) -> Tensor:
+    """All ranks have the same batch, so that their mean is what one rank has."""
+    batch = torch.randn(8, 64, generator=torch.Generator().manual_seed(step))
+    return network(batch).square().mean()  # type: ignore[no-any-return]
+
+
+@contextmanager
+def eagerly() -> Iterator[None]:
+    """torchao compiles its step, for half a minute; what it computes is the same without."""
+    torch.compiler.set_stance("force_eager")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".* will step whole parameters")
+        yield
+    torch.compiler.set_stance("default")
+
+
+def unsharded(name: str) -> tuple[list[float], dict[str, Tensor]]:
+    network = model()
+    optimizer, losses = OPTIMIZERS[name](network), []
+    for step in range(STEPS + MORE):
+        loss = loss_of(network, step)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, copy.deepcopy(network.state_dict())
+
+
+def engine_of(name: str, **settings: Any) -> zero.Engine:
+    network = model()
+    return zero.initialize(network, OPTIMIZERS[name](network), zero.Config(timeout=30, **settings))
+
+
+def trained(engine: zero.Engine, steps: int) -> list[float]:
+    losses = []
+    for _ in range(steps):
+        loss = loss_of(engine.module, engine.steps)
+        train_on(engine, loss)
+        losses.append(loss.item())
+    return losses
+
+
+def state_of(engine: zero.Engine) -> dict[str, Tensor]:
+    found = {name: engine.full_optimizer_state(name) for name in NAMES}
+    return {f"{name}/{key}": value for name, state in found.items() for key, value in state.items()}
+
+
+def saved_body(context: Context, path: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    with eagerly():
+        for name in OPTIMIZERS:
+            for stage in (3, 0):
+                engine = engine_of(name, stage=stage)
+                losses = trained(engine, STEPS)
+                engine.save_checkpoint(f"{path}/{name}/{stage}")
+                state = state_of(engine)
+                losses += trained(engine, MORE)
+                found[f"{name}, stage {stage}"] = losses, engine.state_dict(), state
+            found[name] = unsharded(name)
+    return found
+
+
+def loaded_body(context: Context, path: str) -> dict[str, Any]:
+    found = {}
+    with eagerly():
+        for name in OPTIMIZERS:
+            for stage, saved in ((3, 3), (1, 0)):
+                engine = engine_of(name, stage=stage)
+                engine.load_checkpoint(f"{path}/{name}/{saved}")
+                state = state_of(engine)
+                losses = trained(engine, MORE)
+                found[f"{name}, stage {saved}"] = losses, engine.state_dict(), state
+    return found
+
+
+def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(v, second[k]) for k, v in first.items())
+
+
+def test_state_is_the_unsharded_one_and_loads_at_any_number_of_ranks(
+    cluster: Clusters, tmp_path: Path
+) -> None:
+    saved, _ = cluster(2).run(saved_body, path=str(tmp_path), limit=120)
+    (alone,) = cluster(1).run(loaded_body, path=str(tmp_path), limit=120)
+    three, *_ = cluster(3).run(loaded_body, path=str(tmp_path), limit=120)
+    for name in OPTIMIZERS:
+        reference, weights = saved[name]
+        key, dtype, packed = QUANTISED[name]
+        for stage in (3, 0):
+            losses, after, state = saved[f"{name}, stage {stage}"]
+            assert losses == reference, name
+            assert same(after, weights), name
+            codes = state[f"0.weight/{key}"]
+            assert codes.dtype is dtype
+            assert codes.numel() * packed == 64 * 128
+            assert any(v.dtype is torch.float32 and v.shape == (128,) for v in state.values())
+            losses, after, loaded = alone[f"{name}, stage {stage}"]
+            assert same(loaded, state), name
+            assert losses == reference[STEPS:], name
+            assert same(after, weights), name
+            losses, _, loaded = three[f"{name}, stage {stage}"]
+            assert same(loaded, state), name
+            assert losses == pytest.approx(reference[STEPS:], rel=1e-2), name
+        if "torchao" in name:
+            assert saved[f"{name}, stage 3"][2]["0.weight/exp_avg"].dtype is torch.float32
