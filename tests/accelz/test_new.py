@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from accelz import Capabilities, cli
-from accelz.conformance.contract import rank_in_order
+from accelz.conformance.results import rank_in_order
 
 from . import reference_device
 from .fake_distribution import environment, good, install, python

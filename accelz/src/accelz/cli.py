@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from accelz import discovery
-from accelz.conformance import TEST_SECONDS, grouping
+from accelz.conformance import TEST_SECONDS, comparison, grouping
 from accelz.discovery import BackendRow, Status, list_backends
 from accelz.errors import AccelzError
 from accelz.hooks import API_VERSION
@@ -153,6 +153,12 @@ def check(
         str | None, typer.Option("-k", help="Run only the tests that match, as with pytest -k.")
     ] = None,
     timeout: Annotated[float, typer.Option(help="Time limit for each test, in seconds.")] = TEST_SECONDS,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Leave out four ranks, failing ranks, leaks and generated code.")
+    ] = False,
+    against: Annotated[
+        Path | None, typer.Option(help="Compare with an earlier answer of --json, in this file.")
+    ] = None,
     allow_untested: Annotated[
         bool,
         typer.Option("--allow-untested", help="Exit with 0 also where this machine has too few devices."),
@@ -162,20 +168,25 @@ def check(
 
     Exits with 0 if every test passed, with 1 if one failed, with 2 if the kit could not run, and with 3 if
     every test passed that could run here, but the whole kit was asked for and something was not tested:
-    a declared capability, or collectives between ranks.
+    a declared capability, or collectives between ranks. If it is interrupted (Ctrl-C, SIGTERM), it reports
+    what has run, and exits with 1.
     """
     from accelz.conformance.runner import run
 
     if not 1 <= timeout <= MOST_SECONDS:
         raise AccelzError(f"--timeout is {timeout:g}; it must be from 1 to {MOST_SECONDS:g} seconds")
     patience()  # raises here if invalid: the ranks' own error would be lost in a report
-    summary = run(name, only, show=not as_json, timeout=timeout)
-    lacking = summary["not_tried"] and only is None
+    earlier = comparison.read(against, name) if against else None
+    summary = run(name, only, show=not as_json, timeout=timeout, quick=quick)
+    if earlier:
+        summary["against"] = comparison.compare(earlier, summary)
+    chosen = f"the tests that match {only!r}" if only else "the quick tests" if quick else ""
+    lacking = summary["not_tried"] and not chosen
     code = 1 if not summary["ok"] else 3 if lacking and not allow_untested else 0
     if as_json:
         _print_json({**summary, "ok": not code, "exit_code": code})
     else:
-        _print_check(Console(width=None if sys.stdout.isatty() else UNLIMITED), summary, only)
+        _print_check(Console(width=None if sys.stdout.isatty() else UNLIMITED), summary, chosen)
     raise typer.Exit(code)
 
 
@@ -330,27 +341,37 @@ def _shown(key: str, value: Any) -> str:
     return ", ".join(value) if isinstance(value, list) else str(value)
 
 
-def _print_check(console: Console, summary: dict[str, Any], only: str | None) -> None:
+def _print_check(console: Console, summary: dict[str, Any], chosen: str) -> None:
+    """chosen: what was run, if not the whole kit."""
     if summary["unwritten"]:
         text = "\n  ".join(["To be written, in this order:", *summary["unwritten"]])
         console.print(Text(f"{text}\n"), style="yellow", soft_wrap=True)
     for failure in grouping.texts(summary["failures"]):
         console.print(Text(failure), style="red", soft_wrap=True)
+    for what, version in summary["versions"].items():
+        console.print(Text(f"{what}: {version}"), style="dim", soft_wrap=True)
     console.print(_capability_table(summary))
+    for tier, counts in summary["operators"].items():
+        console.print(Text(f"operators, {tier}: {counts['passed']} right, {counts['failed']} wrong"))
     if any(row["state"] == "works undeclared" for row in summary["capabilities"]):
         console.print("What is not declared is not used: declare what works.", style="yellow", soft_wrap=True)
-    untested = [] if only else summary["not_tried"]
+    untested = [] if chosen else summary["not_tried"]
     for row in untested:
         text = f"NOT TESTED: {row['what']}; needs {row['needs']}"
         console.print(Text(text), style="bold yellow", soft_wrap=True)
     counts = ", ".join(f"{summary[k]} {k}" for k in ("passed", "failed", "skipped"))
-    counts += f", {summary['not_run']} NOT RUN after too many crashes" if summary["not_run"] else ""
-    if not summary["ok"]:
+    why = "because it was interrupted" if summary["interrupted"] else "after too many crashes"
+    counts += f", {summary['not_run']} NOT RUN {why}" if summary["not_run"] else ""
+    for line in comparison.lines(summary["against"]) if "against" in summary else ():
+        console.print(Text(line), style="bold red" if line.startswith("worse") else "", soft_wrap=True)
+    if summary["interrupted"] and not summary["failed"]:
+        verdict, style = "has not failed so far", "bold yellow"
+    elif not summary["ok"]:
         verdict, style = "does not conform", "bold red"
     elif untested:
         verdict, style = "is NOT FULLY TESTED, and passes what could be tested here", "bold yellow"
     else:
-        verdict, style = f"passes{f' the tests that match {only!r}' if only else ''}", "green"
+        verdict, style = f"passes{f' {chosen}' if chosen else ''}", "green"
     ranks = f", with up to {summary['ranks_tested']} ranks" if summary["ranks_tested"] > 1 else ""
     text = f"{summary['device']} {verdict}: {counts}{ranks} in {summary['seconds']} s"
     console.print(Text(text), style=style, soft_wrap=True)

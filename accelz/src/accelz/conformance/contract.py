@@ -51,13 +51,6 @@ ATTRIBUTES: dict[type, dict[str, type]] = {
 }
 """The attributes of interfaces that are not methods, with their types."""
 
-ORDER = (
-    "accelz_backend", "BackendDescriptor", "Accelerator", "Capabilities", "torch", "Event", "Stream",
-    "Streams", "Memory", "Rng", "FlatBufferStrategy", "FlatBuffer", "Collectives", "Group", "Handle",
-    "Kernels",
-)  # fmt: skip
-"""The best order in which to write a backend: the tests of each entry rely on the entries before it."""
-
 MISSING_OPERATOR = (
     re.compile(r"Could not run '(aten::[\w.]+)' with arguments from"),
     re.compile(r"[Tt]he operator '(aten::[\w.]+)' is not currently (?:implemented|supported)"),
@@ -82,12 +75,6 @@ class ContractBroken(AssertionError):
 
 class UndeclaredCapabilityWarning(UserWarning):
     """The device can do something that its backend does not declare, so that nobody uses it."""
-
-
-def rank_in_order(method: str) -> int:
-    """The position of a method in ORDER; methods that are not in it come last."""
-    owner = method.partition(".")[0]
-    return ORDER.index(owner) if owner in ORDER else len(ORDER)
 
 
 def expect(ok: bool, method: str, expected: str, came: str = "", do: str = "") -> None:

@@ -21,10 +21,10 @@ from accelz.conformance.contract import (
     ContractBroken,
     UndeclaredCapabilityWarning,
     checked,
-    rank_in_order,
     stack_of,
 )
 from accelz.conformance.marks import WITH_DUTIES, declares, names
+from accelz.conformance.results import rank_in_order
 from accelz.errors import AccelzError
 
 UNDECLARED = pytest.StashKey[str]()
@@ -154,6 +154,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return not first, number_of_ranks(item) if first else 0, order
 
     items.sort(key=turn)
+    if config.getoption("accelz_quick"):
+        left_out = [item for item in items if item.get_closest_marker("accelz_thorough")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]
 
 
 @cache

@@ -12,6 +12,8 @@ from accelz.capabilities import COMPILATIONS, Capabilities, Compilation
 about = pytest.mark.accelz_about
 proves = pytest.mark.accelz_proves
 needs = pytest.mark.accelz_needs
+tier = pytest.mark.accelz_tier
+thorough = pytest.mark.accelz_thorough
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """The dtypes that the kit tries; a device may declare others."""

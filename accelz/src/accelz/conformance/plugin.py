@@ -17,6 +17,8 @@ MARKERS = (
     "accelz_about(*methods): the interface methods whose contract the test is about",
     "accelz_proves(capability): the test passes exactly where the device has the capability",
     "accelz_needs(*capabilities): the test makes sense only where these are declared; it is about the first",
+    "accelz_tier(name): the operators that the test tries belong to this tier",
+    "accelz_thorough: left out by --quick",
 )
 
 
@@ -27,6 +29,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--accelz-report", metavar="FILE", help="file to write results to, one JSON object per line"
     )
     group.addoption("--accelz-progress", metavar="FILE", help="file to record the running backend method in")
+    group.addoption(
+        "--accelz-quick", action="store_true", help="leave out large cases, leaks and failing ranks"
+    )
     group.addoption(
         "--accelz-timeout",
         metavar="SECONDS",

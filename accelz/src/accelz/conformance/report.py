@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import time
-from collections import Counter
 from collections.abc import Generator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,46 +12,20 @@ import pytest
 import torch
 
 from accelz import selection
+from accelz.conformance import results, versions
 from accelz.conformance.cluster import ClusterError
-from accelz.conformance.contract import ContractBroken, missing_operator, rank_in_order
+from accelz.conformance.contract import ContractBroken, missing_operator
 from accelz.conformance.fixtures import UNDECLARED, number_of_ranks
 from accelz.conformance.marks import declares, every_capability, names, not_to_declare, subjects
+from accelz.conformance.results import Setting, Verdict
 from accelz.conformance.stubs import unwritten
 from accelz.discovery import installed
 from accelz.errors import AccelzError
 
-NOT_TRIED = "not tried"
-BETWEEN_RANKS = "collectives between ranks"
 PLAIN = (str, int, float, tuple, torch.dtype)
 REGISTER = (
     "register a kernel for it, or one host fallback for all operators (csrc/fallback.cpp of accelz-sim)"
 )
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """How one test ended.
-
-    methods and contract: what it is about, from its marks and its docstring. parameters: its case, by the
-    names of pytest's parameters. ranks: how many it has, or 0. reason: why it was skipped.
-
-    For a failure, broken is the method whose contract broke, message is what was expected and what came (the
-    same for all tests that fail for one reason), and detail is the whole report.
-    """
-
-    test: str
-    outcome: str
-    methods: tuple[str, ...]
-    contract: str
-    broken: str
-    message: str
-    detail: str
-    proves: tuple[str, ...]
-    needs: tuple[str, ...]
-    undeclared: str | None
-    parameters: dict[str, str]
-    ranks: int = 0
-    reason: str = ""
 
 
 class Reporter:
@@ -63,7 +35,7 @@ class Reporter:
         self._device = device
         self._target = target
         self._results = {} if target is None else _earlier(target)
-        self._started = time.monotonic()
+        self._setting = Setting()
 
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         """Leave out the tests that another process has run before it crashed."""
@@ -71,7 +43,13 @@ class Reporter:
         items[:] = [item for item in items if item.nodeid not in self._results]
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        self._write({"event": "collected", "count": len(session.items) + len(self._results)})
+        self._setting = Setting(
+            versions.versions(self._device),
+            _declared(self._device),
+            unwritten(_package(self._device)),
+            len(session.items) + len(self._results),
+        )
+        self._write({"event": "collected", **asdict(self._setting)})
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self._write({"event": "start", "test": nodeid})
@@ -94,19 +72,22 @@ class Reporter:
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:  # a test module that cannot be imported is a failure, not an empty run
             text = report.longreprtext
-            none: tuple[str, ...] = ()
-            self._results[report.nodeid] = Verdict(
-                report.nodeid, "failed", none, "the kit can be imported", "", text, text, none, none, None, {}
+            verdict = Verdict(
+                report.nodeid, "failed", contract="the kit can be imported", message=text, detail=text
             )
+            self._results[report.nodeid] = verdict
+            self._write({"event": "result", **asdict(verdict)})
 
     def pytest_sessionfinish(self) -> None:
-        self._write({"event": "summary", **self.summary()})
+        self._write({"event": "finished"})
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         if self._target:
             return  # the reader of the file prints the table
         summary = self.summary()
         terminalreporter.section(f"accelz conformance: {self._device}")
+        for name, version in summary["versions"].items():
+            terminalreporter.line(f"{name:<24} {version}")
         for row in summary["capabilities"]:
             declared = "declared" if row["declared"] else ""
             terminalreporter.line(f"{row['name']:<24} {declared:<10} {row['state']}")
@@ -114,73 +95,22 @@ class Reporter:
             terminalreporter.line(f"NOT TESTED: {untested['what']}; needs {untested['needs']}")
 
     def summary(self) -> dict[str, Any]:
-        """Return counts, capability rows, failures and what was not tried, in plain types."""
-        outcomes = Counter(r.outcome for r in self._results.values())
-        rows, ranks = self._capabilities(), self._ranks_tested()
-        return {
-            "device": self._device,
-            "passed": outcomes["passed"],
-            "failed": outcomes["failed"],
-            "skipped": outcomes["skipped"],
-            "seconds": round(time.monotonic() - self._started, 2),
-            "ranks_tested": ranks,
-            "not_tried": self._not_tried(rows, ranks),
-            "unwritten": unwritten(_package(self._device)),
-            "capabilities": rows,
-            "failures": [asdict(r) for r in self._failures()],
-        }
-
-    def _ranks_tested(self) -> int:
-        return max((r.ranks for r in self._results.values() if r.outcome != "skipped"), default=0)
-
-    def _not_tried(self, rows: list[dict[str, Any]], ranks: int) -> list[dict[str, str]]:
-        """What should have been tested and was not, and what it needs."""
-        results = self._results.values()
-        found = {
-            r["name"]: [s for s in results if r["name"] in s.proves] for r in rows if r["state"] == NOT_TRIED
-        }
-        if ranks < 2:
-            found = {BETWEEN_RANKS: [s for s in results if s.ranks == 2], **found}
-        return [
-            {
-                "what": what,
-                "needs": next((s.reason for s in tests if s.reason), "its tests, which were left out"),
-            }
-            for what, tests in found.items()
-        ]
-
-    def _failures(self) -> list[Verdict]:
-        """The failures in the best order for fixing them."""
-        failed = [r for r in self._results.values() if r.outcome == "failed"]
-        return sorted(failed, key=lambda r: rank_in_order(r.broken))
-
-    def _capabilities(self) -> list[dict[str, Any]]:
-        try:
-            declared = selection.use(self._device).capabilities
-            every = every_capability(declared)
-        except (AccelzError, AttributeError):
-            return []  # the backend did not load, as every test reports
-        return [
-            {"name": n, "declared": declares(declared, n), "state": self._state(n, declares(declared, n))}
-            for n in every
-        ]
-
-    def _state(self, name: str, declared: bool) -> str:
-        results = self._results.values()
-        if any(r.undeclared == name for r in results):
-            return "works undeclared"
-        if not declared:
-            return "not declared"
-        if any(r.outcome == "failed" and name in (*r.proves, *r.needs) for r in results):
-            return "failed"
-        if any(r.outcome == "passed" and name in r.proves for r in results):
-            return "proved"
-        return NOT_TRIED
+        """What `results.summary` says of the tests that have run."""
+        return results.summary(self._device, self._setting, list(self._results.values()))
 
     def _write(self, event: dict[str, Any]) -> None:
         if self._target:
             with self._target.open("a") as file:
                 file.write(json.dumps(event) + "\n")
+
+
+def _declared(device: str) -> dict[str, bool]:
+    """Whether each capability is declared; nothing if the backend does not load, as every test reports."""
+    try:
+        capabilities = selection.use(device).capabilities
+        return {name: declares(capabilities, name) for name in every_capability(capabilities)}
+    except (AccelzError, AttributeError, ValueError):
+        return {}
 
 
 def _package(device: str) -> str:
@@ -227,6 +157,7 @@ def _result(item: pytest.Item, report: Any, finding: tuple[str, str]) -> Verdict
         needs=subjects(item),
         undeclared=item.stash.get(UNDECLARED, None),
         parameters=_parameters(item),
+        tier=next(iter(names(item, "accelz_tier")), ""),
         ranks=number_of_ranks(item),
         reason=report.longrepr[2].removeprefix("Skipped: ") if report.skipped else "",
     )

@@ -9,12 +9,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from accelz.conformance import TEST_SECONDS, progress
+from accelz.conformance import TEST_SECONDS, progress, results
+from accelz.conformance.results import Setting, Verdict
 from accelz.discovery import WRITTEN_FOR, disabled_names, how_to_have, inspect, installed
 from accelz.errors import AccelzError, BackendError, BackendNotFoundError, BackendUnavailableError
 
@@ -33,11 +36,13 @@ END_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Ended:
-    """How the kit's process ended. output: what it printed into a pipe. silent: ended because it was."""
+    """How the kit's process ended. output: what it printed into a pipe. silent: ended because it was.
+    interrupted: ended with this one, before its time."""
 
     code: int
     output: str
     silent: bool
+    interrupted: bool = False
 
     @property
     def how(self) -> str:
@@ -48,7 +53,9 @@ class Ended:
         return f"ended by signal {-self.code} ({signal.Signals(-self.code).name})"
 
 
-def run(name: str, only: str | None, show: bool, timeout: float = TEST_SECONDS) -> dict[str, Any]:
+def run(
+    name: str, only: str | None, show: bool, timeout: float = TEST_SECONDS, quick: bool = False
+) -> dict[str, Any]:
     """Run the kit on the backend `name` and return its summary, with `ok` added: whether no test failed.
 
     only: an expression for pytest's -k. show: let pytest's output through to stderr. timeout: seconds that a
@@ -63,15 +70,16 @@ def run(name: str, only: str | None, show: bool, timeout: float = TEST_SECONDS) 
         report, notes = Path(folder, "report.jsonl"), Path(folder, "notes")
         for _ in range(MOST_CRASHES):
             process = subprocess.Popen(
-                [sys.executable, "-m", "pytest", *arguments(name, only, timeout, report, notes)],
+                [sys.executable, "-m", "pytest", *arguments(name, only, timeout, report, notes, quick)],
                 stdout=sys.stderr if show else subprocess.PIPE,
                 stderr=None if show else subprocess.STDOUT,
                 cwd=folder,
                 env=_environment(),
                 text=True,
             )
-            ended = supervise(process, report, 2 * timeout)
-            if not note_crash(report, notes, ended):
+            with _ended_by_a_signal():
+                ended = supervise(process, report, 2 * timeout)
+            if ended.interrupted or not note_crash(report, notes, ended):
                 break
         if ended.code == NO_TESTS and not any(e["event"] == "result" for e in _events(report)):
             raise AccelzError(f"no test of the kit matches {only!r}; -k takes parts of names, as in pytest")
@@ -82,19 +90,32 @@ def supervise(process: subprocess.Popen[str], report: Path, limit: float) -> End
     """Wait for the kit's process to end.
 
     If nothing has been written to `report` for `limit` seconds, the process gets a SIGABRT, so that it prints
-    its stacks (pytest turns faulthandler on), and is killed if that does not end it.
+    its stacks (pytest turns faulthandler on), and is killed if that does not end it. Ctrl-C ends it too.
     """
     started, over = time.time(), 0.0
     while True:
         try:
             output = process.communicate(timeout=LOOK_SECONDS)[0]
             return Ended(process.returncode, output or "", over > 0)
+        except KeyboardInterrupt:
+            process.kill()
+            return Ended(process.wait(), "", silent=False, interrupted=True)
         except subprocess.TimeoutExpired:
             written = report.stat().st_mtime if report.exists() else 0.0
             last = written if written > started else started + START_SECONDS
         over = time.time() - last - limit
         if over > 0:
             process.send_signal(signal.SIGKILL if over > END_SECONDS else signal.SIGABRT)
+
+
+@contextmanager
+def _ended_by_a_signal() -> Iterator[None]:
+    """Have SIGTERM interrupt the with block as Ctrl-C does, so that what has run so far is reported."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _require(name: str) -> None:
@@ -112,7 +133,9 @@ def _require(name: str) -> None:
         )
 
 
-def arguments(name: str, only: str | None, timeout: float, report: Path, notes: Path) -> list[str]:
+def arguments(
+    name: str, only: str | None, timeout: float, report: Path, notes: Path, quick: bool = False
+) -> list[str]:
     """Return pytest's arguments for a run of the kit that leaves its results in `report` and `notes`.
 
     The other arguments as in `run`.
@@ -123,6 +146,7 @@ def arguments(name: str, only: str | None, timeout: float, report: Path, notes: 
         *("-p", "no:faulthandler"),  # `progress` has it write to a file
         "--no-summary",  # the caller prints it
         *(("-k", only) if only else ()),
+        *(("--accelz-quick",) if quick else ()),
         *(text for option, value in options.items() for text in (f"--accelz-{option}", value)),
         *("--pyargs", "accelz.conformance"),
     ]
@@ -140,7 +164,7 @@ def note_crash(report: Path, notes: Path, ended: Ended) -> bool:
         return False
     test = next(e["test"] for e in reversed(events) if e["event"] == "start")
     with report.open("a") as file:
-        file.write(json.dumps({"event": "result", **_failure(test, notes, ended)}) + "\n")
+        file.write(json.dumps({"event": "result", **asdict(_failure(test, notes, ended))}) + "\n")
     return True
 
 
@@ -153,57 +177,34 @@ def summary(name: str, report: Path, notes: Path, ended: Ended) -> dict[str, Any
     if ended.code == USAGE:
         refused = next((e["reason"] for e in events if e["event"] == "refused"), None)
         raise AccelzError(refused or f"the kit did not run: {ended.output.strip() or 'see above'}")
-    results = {e["test"]: e for e in events if e["event"] == "result"}
-    found = next((dict(e) for e in events if e["event"] == "summary"), None) or _unfinished(name, results)
-    found.pop("event", None)
-    if ended.code not in ORDINARY and (found["failed"] == 0 or not results):
-        failure = _failure("no test", notes, ended)
-        found |= {"failed": found["failed"] + 1, "failures": [*found["failures"], failure]}
-    collected = next((e["count"] for e in events if e["event"] == "collected"), 0)
+    told = [(e.pop("event"), e) for e in events]
+    collected = next((e for event, e in told if event == "collected"), {})
+    verdicts = {e["test"]: Verdict(**e) for event, e in told if event == "result"}
+    failed = any(v.outcome == "failed" for v in verdicts.values())
+    if ended.code not in ORDINARY and not ended.interrupted and not failed:
+        verdicts["no test"] = _failure("no test", notes, ended)
+    found = results.summary(name, Setting(**collected), list(verdicts.values()))
     ok = found["failed"] == 0 and ended.code in (0, NO_TESTS)
-    return {**found, "not_run": max(0, collected - len(results)), "ok": ok}
+    return {**found, "interrupted": ended.interrupted, "ok": ok}
 
 
 def _events(report: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in report.read_text().splitlines()] if report.exists() else []
 
 
-def _failure(test: str, notes: Path, ended: Ended) -> dict[str, Any]:
-    """The result of a test in which the kit's process ended, as in `report.Verdict`."""
+def _failure(test: str, notes: Path, ended: Ended) -> Verdict:
+    """The failure of a test in which the kit's process ended."""
     method, stacks = progress.read(notes), progress.read_stacks(notes)
     frame = progress.last_frame(stacks)
     came = f"the process {ended.how} in {test.rpartition('::')[2]}{f', at {frame}' if frame else ''}"
     must = "must return" if ended.silent else "must not end the process"
     message = f"{f'{method}:' if method else 'an operation'} {must}\n  got:  {came}"
-    return {
-        "test": test,
-        "outcome": "failed",
-        "methods": [method] if method else [],
-        "contract": "the process must survive",
-        "broken": method,
-        "message": message,
-        "detail": f"{message}\n{stacks}\n{ended.output[-20_000:]}",
-        "proves": [],
-        "needs": [],
-        "undeclared": None,
-        "parameters": {},
-        "ranks": 0,
-        "reason": "",
-    }
-
-
-def _unfinished(name: str, results: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Summarise a run whose last process left no summary."""
-    outcomes = [e["outcome"] for e in results.values()]
-    return {
-        "device": name,
-        "passed": outcomes.count("passed"),
-        "failed": outcomes.count("failed"),
-        "skipped": outcomes.count("skipped"),
-        "seconds": 0.0,
-        "ranks_tested": max((e["ranks"] for e in results.values() if e["outcome"] != "skipped"), default=0),
-        "not_tried": [],
-        "unwritten": [],
-        "capabilities": [],
-        "failures": [e for e in results.values() if e["outcome"] == "failed"],
-    }
+    return Verdict(
+        test,
+        "failed",
+        methods=[method] if method else [],
+        contract="the process must survive",
+        broken=method,
+        message=message,
+        detail=f"{message}\n{stacks}\n{ended.output[-20_000:]}",
+    )

@@ -6,7 +6,8 @@ import sys
 import types
 from collections.abc import Iterator
 
-from accelz.conformance.contract import INTERFACES, rank_in_order
+from accelz.conformance.contract import INTERFACES
+from accelz.conformance.results import rank_in_order
 
 
 def unwritten(package: str) -> list[str]:

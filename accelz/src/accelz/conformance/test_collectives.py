@@ -22,14 +22,16 @@ from accelz.accelerator import Accelerator
 from accelz.conformance.cluster import Cluster, Context, Outcome
 from accelz.conformance.contract import checked, expect, expect_close, expect_raises
 from accelz.conformance.fixtures import require_devices, room_for_ranks
-from accelz.conformance.marks import FLOATS, about, declares, dtype_name, needs, over_dtypes, proves
+from accelz.conformance.marks import FLOATS, about, declares, dtype_name, needs, over_dtypes, proves, thorough
 from accelz.conformance.work import long_work
 from accelz.errors import CollectiveError
 from accelz.ranks.group import Group
 from accelz.roles.collectives import Collectives, Handle, ReduceOp
 
 Clustered = Callable[[int], Cluster]
-over_sizes = pytest.mark.parametrize("size", [1, 2, 4], ids=lambda n: f"{n} ranks")
+over_sizes = pytest.mark.parametrize(
+    "size", [1, 2, pytest.param(4, marks=thorough)], ids=lambda n: f"{n} ranks"
+)
 
 LENGTHS = (0, 1, 3, 17, 1001, 65_537)
 OFFSETS = (0, 1, 3)
@@ -189,6 +191,7 @@ class CollectivesContract:
             expect_close(value, torch.ones(3), "Collectives.all_reduce", "over one rank is the identity")
 
     @about(*(f"Collectives.{name}" for name in CALLS), "Collectives.barrier", "Collectives.check")
+    @thorough
     @pytest.mark.parametrize("fault", FAULTS)
     @pytest.mark.usefixtures("devices_left")
     def test_a_rank_that_fails(self, accelerator: Accelerator, fault: str) -> None:

@@ -21,7 +21,7 @@ from accelz.accelerator import Accelerator
 from accelz.conformance.cluster import Cluster, Context
 from accelz.conformance.contract import checked, expect
 from accelz.conformance.held import Held
-from accelz.conformance.marks import about
+from accelz.conformance.marks import about, thorough
 from accelz.conformance.steps import usual_step
 from accelz.conformance.test_collectives import CALLS, pair_size
 from accelz.conformance.test_rng import saved_state
@@ -98,6 +98,7 @@ class Leaks:
         return torch.full((size,), 1, dtype=dtype, device=self.accelerator.device)
 
 
+@thorough
 class LeakContract:
     @pytest.fixture
     def leaks(self, accelerator: Accelerator) -> Leaks:

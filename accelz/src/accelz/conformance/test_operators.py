@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from accelz.accelerator import Accelerator
 from accelz.conformance.contract import expect, expect_close
-from accelz.conformance.marks import about, needs, over_dtypes
+from accelz.conformance.marks import about, needs, over_dtypes, thorough, tier
 from accelz.conformance.operators import FIX, OPERATORS, TOLERANCE, Operator, Tier, operator
 from accelz.roles.host import HOST
 
@@ -25,12 +25,13 @@ BF16 = needs("dtype bfloat16")
 ROUND = TOLERANCE[torch.float32]
 
 
-def over_operators(tier: Tier) -> pytest.MarkDecorator:
+def over_operators(of: Tier) -> pytest.MarkDecorator:
     """Parametrise a test over the operators of a tier."""
-    chosen = [o for o in OPERATORS if o.tier == tier]
+    chosen = [o for o in OPERATORS if o.tier == of]
     return pytest.mark.parametrize("case", [pytest.param(o, id=o.title) for o in chosen])
 
 
+@tier("core")
 class CoreOperatorsContract:
     """What an engine itself computes with."""
 
@@ -43,6 +44,7 @@ class CoreOperatorsContract:
 
     @about("torch")
     @over_operators("core")
+    @thorough
     def test_operator_on_strided_inputs(self, accelerator: Accelerator, case: Operator) -> None:
         """Inputs need not be contiguous."""
         case.check(accelerator.device, torch.float32, strided=True)
@@ -123,6 +125,7 @@ class CoreOperatorsContract:
         expect(seen == [54.0, 108.0], "torch.autograd", "hooks must see sums of 54 and 108", str(seen), FIX)
 
 
+@tier("training")
 class TrainingOperatorsContract:
     """What models and their training loops compute with."""
 
@@ -135,6 +138,7 @@ class TrainingOperatorsContract:
 
     @about("torch")
     @over_operators("training")
+    @thorough
     def test_operator_on_strided_inputs(self, accelerator: Accelerator, case: Operator) -> None:
         """Inputs need not be contiguous."""
         case.check(accelerator.device, torch.float32, strided=True)
