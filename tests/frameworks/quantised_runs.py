@@ -61,7 +61,7 @@ MADE: dict[str, Make] = {
     "torchao Int8WeightOnlyConfig": _torchao(torchao.Int8WeightOnlyConfig),
     "torchao Int8DynamicActivationInt8WeightConfig": _torchao(torchao.Int8DynamicActivationInt8WeightConfig),
     "torchao Float8WeightOnlyConfig": _torchao(torchao.Float8WeightOnlyConfig),
-    "torchao IntxWeightOnlyConfig": _torchao(lambda: torchao.IntxWeightOnlyConfig(torch.int4)),
+    "torchao IntxWeightOnlyConfig": _torchao(lambda: torchao.IntxWeightOnlyConfig(torch.int4)),  # type: ignore[attr-defined]
     "torchao to_nf4": _nf4,
     "bitsandbytes Linear4bit, nf4 in uint8": _4bit("nf4", torch.uint8, nested=True),
     "bitsandbytes Linear4bit, nf4 in bfloat16": _4bit("nf4", torch.bfloat16, nested=True),
