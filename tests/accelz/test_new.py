@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -241,6 +242,18 @@ def test_where_the_library_is_missing_the_list_says_so(tmp_path: Path) -> None:
     assert (row["status"], row["reason"]) == ("unavailable", "torch_foo is not installed")
 
 
+def test_what_the_package_says_of_itself(tmp_path: Path) -> None:
+    assert _new("foo", "--torch-device", "--library", "torch_npu.all", "--out", tmp_path).exit_code == 0
+    project = tomllib.loads((tmp_path / "accelz_foo/pyproject.toml").read_text())["project"]
+    assert project["license"]
+    assert project["authors"]
+    assert "foo" in project["keywords"]
+    assert [re.split("[>=<]", d)[0] for d in project["dependencies"]] == ["accelz", "torch-npu"]
+    assert _new("bar", "--torch-device", "--out", tmp_path).exit_code == 0
+    project = tomllib.loads((tmp_path / "accelz_bar/pyproject.toml").read_text())["project"]
+    assert len(project["dependencies"]) == 1, "of a library that nobody has named, nothing is installed"
+
+
 def _existing(folder: Path) -> None:
     (folder / "accelz_foo").mkdir()
 
@@ -253,6 +266,12 @@ BAD: dict[str, tuple[list[str], str, Callable[[Path], object]]] = {
     "a keyword": (["class"], "'class' cannot be a backend's name", lambda _: None),
     "a path": (["../foo"], "cannot be a backend's name", lambda _: None),
     "first-party": (["cuda"], "'cuda' is reserved: accelz-cuda is a first-party", lambda _: None),
+    "torch's": (
+        ["torch", "--torch-device"],
+        "'torch' cannot be a backend's name: it means",
+        lambda _: None,
+    ),
+    "accelz's": (["accelz"], "'accelz' cannot be a backend's name", lambda _: None),
     "the engine's": (["zero"], "'zero' is reserved: accelz-zero is a first-party", lambda _: None),
     "there already": (["foo"], "accelz_foo already exists", _existing),
     "a library alone": (["foo", "--library", "x"], "--library requires --torch-device", lambda _: None),

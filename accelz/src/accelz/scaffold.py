@@ -24,6 +24,8 @@ TEMPLATES = Path(__file__).parent / "templates"
 SUFFIX = ".tmpl"
 RESERVED = frozenset({"cpu", "cuda", "hpu", "sim", "xpu", "zero"})
 """Names whose distribution, accelz-NAME, is a first-party package."""
+TAKEN = frozenset({"accelz", "privateuseone", "torch"})
+"""Names that mean something else beside a backend, in commands, imports and messages."""
 
 
 class ScaffoldError(AccelzError):
@@ -55,6 +57,11 @@ class Package:
     def distribution(self) -> str:
         return self.module.replace("_", "-")
 
+    @property
+    def library_distribution(self) -> str:
+        """What most projects call the distribution of such a module; its vendor sees to it."""
+        return (self.library or "").partition(".")[0].replace("_", "-")
+
 
 def write(package: Package, out: Path) -> Path:
     """Write the package to the new folder `out`/accelz_NAME and return that folder.
@@ -85,6 +92,10 @@ def _check_names(package: Package) -> None:
         raise ScaffoldError(
             f"{name!r} cannot be a backend's name: it must be a lower-case Python identifier of letters, "
             "digits and _, such as foo, because it becomes accelz_foo and ACCELZ_DEVICE=foo"
+        )
+    if name in TAKEN:
+        raise ScaffoldError(
+            f"{name!r} cannot be a backend's name: it means something else here; name it after the device"
         )
     if name in RESERVED:
         raise ScaffoldError(
@@ -153,5 +164,6 @@ def _values(package: Package) -> dict[str, str]:
         "library_root": library.partition(".")[0],
         "collectives": "HostStaged()" if staged else f'Collectives("cpu:gloo,{kind}:{package.collectives}")',
         "and_collectives": "" if staged else ", Collectives",
+        "and_library": f', "{package.library_distribution}"' if package.library else "",
         "staged_import": "from accelz.gloo import HostStaged" if staged else "",
     }

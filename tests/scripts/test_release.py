@@ -1,0 +1,104 @@
+"""What an index shows of the packages: metadata, links that work there, tags of the systems they run on."""
+
+from __future__ import annotations
+
+import email
+import tomllib
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scripts.paths import ROOT
+from trove_classifiers import classifiers
+
+from accelz_cpu import native
+from scripts import release
+
+URL = "https://example.org/team/house"
+BLOB = f"{URL}/blob/v1"
+
+
+def _project(package: str) -> dict[str, Any]:
+    return dict(tomllib.loads((ROOT / package / "pyproject.toml").read_text())["project"])
+
+
+@pytest.mark.parametrize("package", [*release.PACKAGES, "examples/sim_backend"])
+def test_a_package_says_whose_it_is_and_what_it_is_for(package: str) -> None:
+    project = _project(package)
+    assert project["authors"] == [{"name": "The accelz and zero authors"}]
+    assert project["license"] == "Apache-2.0"
+    assert len(project["keywords"]) >= 4
+    assert set(project["classifiers"]) <= classifiers
+    assert {"Typing :: Typed", "Programming Language :: Python :: 3.11"} <= set(project["classifiers"])
+    assert (ROOT / package / "src").is_dir()
+
+
+@pytest.mark.parametrize("package", release.PACKAGES)
+def test_links_of_a_readme_lead_into_the_repository(package: str) -> None:
+    text = (ROOT / package / "README.md").read_text()
+    shown = release.absolute_links(text, package, BLOB)
+    assert "](../" not in shown
+    assert shown.count(f"]({BLOB}/") == text.count("](../")
+    assert not {"\n", " "} & set(shown.partition(f"]({BLOB}/")[2].partition(")")[0])
+
+
+def test_a_link_to_nothing_is_told() -> None:
+    with pytest.raises(
+        release.ReleaseError, match=r"zero/README.md links to \.\./none.md, which is not there"
+    ):
+        release.absolute_links("[a](../none.md) [b](https://x.org) [c](#here)", "zero", BLOB)
+    kept = "[b](https://x.org) [c](#here) [d](mailto:a@b.c)"
+    assert release.absolute_links(kept, "zero", BLOB) == kept
+
+
+def test_the_addresses_are_metadata() -> None:
+    text = release.with_urls((ROOT / "accelz/pyproject.toml").read_text(), URL, BLOB)
+    assert tomllib.loads(text)["project"]["urls"] == {
+        "Documentation": f"{BLOB}/docs/user-guide.md",
+        "Changelog": f"{BLOB}/CHANGELOG.md",
+        "Issues": f"{URL}/issues",
+        "Repository": URL,
+    }
+
+
+def test_a_library_runs_from_the_newest_of_its_symbols_on() -> None:
+    assert release.glibc(b"\0GLIBC_2.2.5\0GLIBC_2.17\0GLIBC_2.34\0GLIBC_2.4\0") == (2, 34)
+    assert release.glibc(b"nothing") == (2, 17)
+
+
+def _native() -> Path:
+    found = native._find()
+    if found is None:
+        pytest.skip("accelz-cpu is installed without its library")
+    return found
+
+
+def test_the_native_wheel_needs_nothing_but_glibc(tmp_path: Path) -> None:
+    tag = release.manylinux(_native())
+    assert tag.startswith("manylinux_2_")
+    wheel = tmp_path / "foo-1.0-py3-none-linux_x86_64.whl"
+    info = "foo-1.0.dist-info"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.write(_native(), "foo/native.so")
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-linux_x86_64\n")
+        archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: foo\nVersion: 1.0\n")
+        archive.writestr(f"{info}/RECORD", "")
+    found = release.tagged(wheel)
+    assert found.name == f"foo-1.0-py3-none-{tag}.whl"
+    assert not wheel.exists()
+    with zipfile.ZipFile(found) as archive:
+        assert email.message_from_bytes(archive.read(f"{info}/WHEEL"))["Tag"] == f"py3-none-{tag}"
+
+
+@pytest.mark.slow
+def test_a_wheel_has_it_all(tmp_path: Path) -> None:
+    wheel = release.build("accelz_xpu", URL, tmp_path / "dist")
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (n for n in archive.namelist() if n.endswith("/METADATA"))
+        metadata = email.message_from_bytes(archive.read(name))
+    assert f"Repository, {URL}" in metadata.get_all("Project-URL", [])
+    assert metadata["Author"] == "The accelz and zero authors"
+    assert metadata["License-Expression"] == "Apache-2.0"
+    version = (ROOT / "VERSION").read_text().strip()
+    assert f"[accelz]({URL}/blob/v{version}/accelz)" in metadata.get_payload()
