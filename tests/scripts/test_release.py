@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import email
+import shutil
+import subprocess
+import sys
 import tomllib
 import zipfile
 from pathlib import Path
@@ -77,13 +80,14 @@ def _native() -> Path:
 def test_the_native_wheel_needs_nothing_but_glibc(tmp_path: Path) -> None:
     tag = release.manylinux(_native())
     assert tag.startswith("manylinux_2_")
+    unpacked, info = tmp_path / "unpacked", "foo-1.0.dist-info"
+    (unpacked / info).mkdir(parents=True)
+    shutil.copyfile(_native(), unpacked / "native.so")
+    (unpacked / info / "WHEEL").write_text("Wheel-Version: 1.0\nTag: py3-none-linux_x86_64\n")
+    (unpacked / info / "METADATA").write_text("Metadata-Version: 2.1\nName: foo\nVersion: 1.0\n")
+    command = [sys.executable, "-m", "wheel", "pack", unpacked, "--dest-dir", tmp_path]
+    subprocess.run(command, check=True, capture_output=True)
     wheel = tmp_path / "foo-1.0-py3-none-linux_x86_64.whl"
-    info = "foo-1.0.dist-info"
-    with zipfile.ZipFile(wheel, "w") as archive:
-        archive.write(_native(), "foo/native.so")
-        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-linux_x86_64\n")
-        archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: foo\nVersion: 1.0\n")
-        archive.writestr(f"{info}/RECORD", "")
     found = release.tagged(wheel)
     assert found.name == f"foo-1.0-py3-none-{tag}.whl"
     assert not wheel.exists()
