@@ -10,6 +10,7 @@ Public are the names in `__all__`, and these modules. Engines and backends impor
 `scripts/lint_devices.py` checks this of those in this repository.
 
 accelz.updates               what an optimizer's step takes, a class for each, and the step in plain torch
+accelz.face                  torch.accelerator's functions, on the accelerator that accelz has chosen
 accelz.torch_device          an accelerator derived from torch's own module for a device
 accelz.gloo                  collectives over gloo, on the host or by way of it
 accelz.ranks.bounded_store   the job's store, on which every call has a limit
