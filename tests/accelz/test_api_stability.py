@@ -30,10 +30,10 @@ def old(tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 def test_a_backend_of_the_version_before_passes_the_kit(old: Path) -> None:
-    tests = "TestKernels or TestRng or TestFlatBuffers or load_gives or a_model_trains"
+    tests = "(test_step and (adamw or sgd or momentum)) or TestRng or load_gives or test_a_model_trains"
     _, summary = forked.check(old, tests, name="old")
     assert summary["failures"] == []
-    assert summary["passed"] > 50
+    assert summary["passed"] > 30
 
 
 @pytest.mark.slow
@@ -46,7 +46,8 @@ def test_its_own_kernels_are_used_and_its_age_is_told(old: Path) -> None:
         acc.bind(0)
         names = {name: acc.kernels.origin(name).rpartition(".")[2] for name in NAMES}
         print(sorted(name for name, owner in names.items() if owner == "OldKernels"))
-        print(sorted(f for f, declared in acc.capabilities.flags().items() if declared))
+        declared = acc.capabilities
+        print(sorted(f for f, there in declared.flags().items() if there), declared.dtypes)
         master, grad = (torch.ones(3, device=acc.device) for _ in range(2))
         acc.kernels.step(SgdUpdate(master=master, grad=grad, lr=0.5, weight_decay=0.0))
         print(master.tolist())
@@ -55,6 +56,8 @@ def test_its_own_kernels_are_used_and_its_age_is_told(old: Path) -> None:
     kernels, declared, values = done.stdout.splitlines()
     assert kernels == "['adamw', 'momentum', 'sgd']"
     assert "'async_collectives'" in declared, "what version 1 declared by default"
+    assert "'storage_resize'" in declared
+    assert "torch.bfloat16" in declared
     assert "'host_data_assignment'" not in declared
     assert values == "[0.5, 0.5, 0.5]"
     assert "backend 'old' (accelz-old) is for accelz API 1. This accelz has API 2 and adapts" in done.stderr

@@ -35,10 +35,8 @@ MOVED = {
     "streams": "roles.streams",
 }
 """Modules of version 1, and where what they had is now."""
-DECLARED = dict.fromkeys(
-    ("storage_resize", "host_data_assignment", "async_collectives", "shared_device"), True
-)
-"""What `Capabilities()` declared in version 1."""
+DECLARED = ("storage_resize", "host_data_assignment", "async_collectives", "shared_device")
+"""What `Capabilities()` declared in version 1, beside bfloat16."""
 
 
 def adapted(descriptor: BackendDescriptor) -> BackendDescriptor:
@@ -67,7 +65,9 @@ def _module(old: str, new: str) -> ModuleType:
 def _names_of_version_1() -> Iterator[None]:
     """For a backend that is imported meanwhile, accelz's names are those of version 1 where these differ."""
     accelz, capabilities = sys.modules["accelz"], import_module("accelz.capabilities")
-    declared = partial(capabilities.Capabilities, **DECLARED)
+    torch = import_module("torch")
+    dtypes = frozenset({torch.float32, torch.bfloat16})
+    declared = partial(capabilities.Capabilities, dtypes=dtypes, **dict.fromkeys(DECLARED, True))
     changes: list[tuple[ModuleType, str, Any]]
     changes = [(capabilities, "Capabilities", declared), (accelz, "Capabilities", declared)]
     changes.append((accelz, "Kernels", _kernels()))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from accelz.host_staged import HostStaged
 
 from accelz.accelerator import Accelerator
@@ -16,7 +15,6 @@ CAPABILITIES = Capabilities(
     pinned_host_memory=True,
     host_data_assignment=False,
     exact_memory=True,
-    dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64}),
 )
 
 
