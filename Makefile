@@ -75,6 +75,7 @@ lints: setup
 	$(BIN)/python scripts/lint_versions.py
 	$(BIN)/python scripts/lint_tests.py
 	$(BIN)/python scripts/lint_tiers.py
+	$(BIN)/python -m scripts.device_table
 
 format: setup
 	$(BIN)/ruff format .

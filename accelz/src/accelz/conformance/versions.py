@@ -22,8 +22,13 @@ def versions(device: str) -> dict[str, str]:
         "driver and devices": row.reason if row else "unknown",
         "pytest": metadata.version("pytest"),
         "python": platform.python_version(),
-        "machine": f"{platform.system()} {platform.release()}, {platform.machine()}, {_processor()}",
+        "machine": f"{platform.system()} {_release()}, {platform.machine()}, {_processor()}",
     }
+
+
+def _release() -> str:
+    """The system's version, without what its builder adds."""
+    return platform.release().partition("-")[0]
 
 
 def _processor() -> str:
