@@ -167,6 +167,9 @@ def habits_body(context: Context) -> dict[str, str]:
             with pytest.raises(zero.UsageError) as refused:
                 getattr(engine, method)(*positional.get(method, ()), **{name: None})
             assert str(refused.value) == f"engine.{method}() takes no {name}=: {hint}"
+    for method in ("save_checkpoint", "load_checkpoint"):
+        with pytest.raises(zero.UsageError, match="takes no tag 'newest': give the checkpoint's own path"):
+            getattr(engine, method)("", "newest")
     with pytest.raises(TypeError, match=r"no tuple: .* write engine = zero\.initialize"):
         _, _, _, _ = engine  # type: ignore[attr-defined]
     with pytest.raises(TypeError, match="such_thing"):

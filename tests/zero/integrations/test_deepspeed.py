@@ -96,6 +96,16 @@ def loop_body(context: Context, stage: int, path: str) -> None:
     with pytest.raises(TypeError, match="no tuple: load_checkpoint returns one object"):
         _, _ = fresh.load_checkpoint(path, weights_only=True)
     assert fresh.lr_scheduler.last_epoch == 0
+    for call in (fresh.save_checkpoint, fresh.load_checkpoint):
+        with pytest.raises(zero.UsageError, match="takes no tag 'newest': give the checkpoint's own path"):
+            call(path, "newest")
+        with pytest.raises(zero.UsageError, match="takes no tag="):
+            call(path, tag="newest")
+    with pytest.raises(zero.UsageError, match="takes no client_state=: pass it as state="):
+        fresh.save_checkpoint(path, client_state={"step": 1})
+    for name in ("cur_scale", "dp_world_size", "global_samples", "_zero3_consolidated_16bit_state_dict"):
+        with pytest.raises(AttributeError, match=rf"{name}': engine\."):
+            getattr(fresh, name)
 
 
 @pytest.mark.parametrize("stage", [1, 3])

@@ -17,23 +17,35 @@ _WEIGHTS = "engine.save_checkpoint(path), then `zero consolidate path weights --
 _NUMBER = "the program's own number: that of its data loader"
 MIGRATION_HINTS = {
     "_zero3_consolidated_16bit_state_dict": "engine.state_dict(), on every rank",
+    "bfloat16_enabled": "engine.config.precision",
     "cur_scale": "engine.loss_scale",
+    "data_parallel_group": "the process_group= that zero.initialize was given, else all ranks'",
+    "destroy": "nothing: drop the engine, the model and the optimizer",
     "dp_world_size": "engine.world_size",
+    "empty_partition_cache": "nothing: a unit's whole values are released after each use",
     "forward": "call engine(...)",
+    "fp16_enabled": "engine.config.precision",
     "get_global_grad_norm": "engine.grad_norm",
     "get_lr": "read engine.optimizer.param_groups, or the scheduler",
     "global_rank": "engine.rank",
     "global_samples": "engine.steps times the batch size",
     "global_steps": "engine.steps",
     "gradient_accumulation_steps": "engine.config.gradient_accumulation_steps, a number or None",
+    "gradient_clipping": "engine.config.clip_norm",
     "is_gradient_accumulation_boundary": "engine.is_boundary",
     "local_rank": "the environment's LOCAL_RANK; engine.device is this rank's device",
     "lr_scheduler": "the program's own, which it steps after engine.step(); or have "
     "zero.integrations.deepspeed.initialize step it",
+    "micro_steps": "the program's own count",
+    "module_state_dict": "engine.state_dict(), on every rank",
     "save_16bit_model": _WEIGHTS,
     "save_fp16_model": _WEIGHTS,
+    "set_gradient_accumulation_boundary": "with engine.no_sync(): around the backwards before the last",
+    "set_lr": "write to engine.optimizer.param_groups",
     "train_batch_size": _NUMBER,
     "train_micro_batch_size_per_gpu": _NUMBER,
+    "was_step_applied": "what engine.step() returns, and engine.skipped_steps",
+    "zero_optimization_stage": "engine.config.stage",
 }
 _PLAIN = "call {}, which works without gradient_accumulation_steps"
 _PATH = "give the checkpoint's own path, e.g. f'{folder}/{tag}'"
@@ -114,6 +126,8 @@ def explained(method: Callable[P, R]) -> Callable[P, R]:
         for name in kwargs:
             if name in hints:
                 raise UsageError(f"engine.{method.__name__}() takes no {name}=: {hints[name]}")
+        if "tag" in hints and any(isinstance(second, str) for second in args[2:3]):
+            raise UsageError(f"engine.{method.__name__}() takes no tag {args[2]!r}: {hints['tag']}")
         return method(*args, **kwargs)
 
     return call

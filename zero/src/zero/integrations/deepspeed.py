@@ -27,6 +27,7 @@ from zero.config.deepspeed import BUILT, BatchSizes, convert, read
 from zero.engine import Engine
 from zero.errors import ConfigError, UsageError
 from zero.integrations.deepspeed_blocks import Parameters, build_optimizer, build_scheduler
+from zero.migration_hints import explained
 from zero.setup.initialization import initialize as zero_initialize
 
 _SAVED = "lr_scheduler"  # its key in the state of checkpoints
@@ -53,6 +54,7 @@ class DeepSpeedEngine(Engine):
             self.lr_scheduler.step()
         return stepped
 
+    @explained
     def save_checkpoint(
         self, path: str | Path, state: Mapping[str, Any] | None = None, **options: Any
     ) -> None:
@@ -60,6 +62,7 @@ class DeepSpeedEngine(Engine):
         own = {} if self.lr_scheduler is None else {_SAVED: self.lr_scheduler}
         super().save_checkpoint(path, {**own, **(state or {})}, **options)
 
+    @explained
     def load_checkpoint(
         self, path: str | Path, *, restore: Mapping[str, Any] | None = None, **options: Any
     ) -> Loaded:
