@@ -107,9 +107,15 @@ class OnAccelz:
         super().__init__(timeout=timeout, **parts)  # type: ignore[call-arg]  # of Lightning's class
 
     @property
-    def root_device(self) -> torch.device:
+    def lightnings_device(self) -> torch.device:
+        """What Lightning has chosen for this process."""
         known: Any = super()
-        return accelz.current().device if torch.distributed.is_initialized() else known.root_device
+        found: torch.device = known.root_device
+        return found
+
+    @property
+    def root_device(self) -> torch.device:
+        return accelz.current().device if torch.distributed.is_initialized() else self.lightnings_device
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Any:
         known: Any = super()
@@ -144,7 +150,7 @@ class ZeroStrategy(OnAccelz, DDPStrategy):
 
     def setup_environment(self) -> None:
         assert self.cluster_environment is not None
-        join_job(self.cluster_environment, super().root_device, self.config.timeout)
+        join_job(self.cluster_environment, self.lightnings_device, self.config.timeout)
         if isinstance(self.precision, MixedPrecision):
             on_device(self.precision)
         precision: Any = self.precision

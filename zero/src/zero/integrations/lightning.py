@@ -94,7 +94,7 @@ class ZeroStrategy(OnAccelz, DDPStrategy):
 
     def setup_environment(self) -> None:
         assert self.cluster_environment is not None
-        join_job(self.cluster_environment, super().root_device, self.config.timeout)
+        join_job(self.cluster_environment, self.lightnings_device, self.config.timeout)
         if isinstance(self.precision_plugin, MixedPrecision):
             on_device(self.precision_plugin)
         super().setup_environment()
