@@ -13,5 +13,22 @@ writers         observers over well-kept libraries
 from zero.observe.observer import Event, Observer, Run, Step
 from zero.observe.writers.console import Console
 from zero.observe.writers.json_lines import JsonLines
+from zero.observe.writers.mlflow import MLflow
+from zero.observe.writers.open_telemetry import OpenTelemetry
+from zero.observe.writers.prometheus import Prometheus
+from zero.observe.writers.tensorboard import TensorBoard
+from zero.observe.writers.weights_and_biases import WeightsAndBiases
 
-__all__ = ["Console", "Event", "JsonLines", "Observer", "Run", "Step"]
+__all__ = [
+    "Console",
+    "Event",
+    "JsonLines",
+    "MLflow",
+    "Observer",
+    "OpenTelemetry",
+    "Prometheus",
+    "Run",
+    "Step",
+    "TensorBoard",
+    "WeightsAndBiases",
+]

@@ -185,9 +185,6 @@ class Observation:
     def _deliver(self) -> bool:
         """Tell of all that has arrived; whether anything had."""
         told = False
-        while self._events:
-            event = self._events.popleft()
-            self._tell(lambda observer, event=event: observer.event(event))  # type: ignore[misc]
         while self._untold:
             arrived = self._untold[0].arrived
             assert arrived is not None
@@ -196,6 +193,9 @@ class Observation:
             arrived.synchronize()
             step, told = self._step_of(self._untold.popleft()), True
             self._tell(lambda observer, step=step: observer.step(step))  # type: ignore[misc]
+        while self._events:
+            event = self._events.popleft()
+            self._tell(lambda observer, event=event: observer.event(event))  # type: ignore[misc]
         return told
 
     def _step_of(self, over: _Ended) -> Step:
