@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -75,9 +74,6 @@ def expert_body(context: Context) -> dict[str, float]:
         found = engine.state_dict()
         assert bool(found) == (mesh.get_local_rank("dp") == 0)
         errors[f"{name}: weights"] = state_error(found, mine) if found else 0.0
-    assert "modules in Config(local_modules=...) have others along ep" in refused(
-        lambda: engine.save_checkpoint("anywhere")
-    )
     return errors
 
 
@@ -180,7 +176,7 @@ def refused(call: Callable[[], Any]) -> str:
     return ""
 
 
-def arguments_body(context: Context, folder: str) -> dict[str, str]:
+def arguments_body(context: Context) -> dict[str, str]:
     """What is refused before anything changes: afterwards the same model is trained."""
     mesh = mesh_of(("dp", 2), ("tp", 2))
     model = fresh()
@@ -214,20 +210,12 @@ def arguments_body(context: Context, folder: str) -> dict[str, str]:
         optimizer = adamw(model)
     engine = zero.initialize(model, optimizer, zero.Config(timeout=20), **both)
     train_on(engine, language_loss(model, 0, engine.rank))
-    said["saved"] = refused(lambda: engine.save_checkpoint(folder))
-    mine = Path(folder) / f"tp{mesh.get_local_rank('tp')}"
-    engine.save_checkpoint(mine)
-    before = engine.state_dict()
-    train_on(engine, language_loss(model, 1, engine.rank))
-    engine.load_checkpoint(mine)
-    same = all(torch.equal(value, before[name]) for name, value in engine.state_dict().items())
-    said["loaded"] = "" if same else "other values"
     return said
 
 
-def test_what_is_refused(cluster: Clusters, tmp_path: Path) -> None:
-    for rank, said in enumerate(cluster(RANKS).run(arguments_body, folder=str(tmp_path), limit=60)):
-        shapes, saved, loaded = said.pop("shapes"), said.pop("saved"), said.pop("loaded")
+def test_what_is_refused(cluster: Clusters) -> None:
+    for rank, said in enumerate(cluster(RANKS).run(arguments_body, limit=60)):
+        shapes = said.pop("shapes")
         assert all(each.startswith("ConfigError: ") for each in said.values()), said
         assert "leave process_group out" in said["two"]
         assert "leave shard_ranks out" in said["number"]
@@ -241,9 +229,6 @@ def test_what_is_refused(cluster: Clusters, tmp_path: Path) -> None:
         assert "on rank 3 (dp 1, tp 1)" in shapes
         assert "local_modules={'blocks.*.experts': 'ep'}" in shapes
         assert "{'*': 'tp'}" in shapes
-        assert saved.startswith("UsageError: save_checkpoint("), saved
-        assert "/tp{mesh.get_local_rank('tp')}" in saved
-        assert loaded == ""
 
 
 def undeclared_body(context: Context) -> list[str]:

@@ -23,6 +23,7 @@ from zero.checkpoint.rank_file import pack
 from zero.checkpoint.save_job import RankSave
 from zero.checkpoint.save_messages import SaveMessages, Waiting
 from zero.checkpoint.save_start import refuse, start
+from zero.checkpoint.stored_names import StoredNames
 from zero.config.paths import as_path
 from zero.config.sizes import human
 from zero.errors import UsageError
@@ -65,12 +66,12 @@ class Checkpoints:
         if self._engine.communicator.failed:
             check()  # at once, as other ranks may not be there to be told
         communicator = self._engine.communicator
-        self._check_mesh(path)
         waiting: Waiting = partial(communicator.waiting, f"save_checkpoint({str(path)!r})")
         key = f"{communicator.key}/save{next(self._saves)}"
         messages = SaveMessages(
-            communicator.group, key, communicator.peers, waiting, communicator.whereabouts
+            communicator.whole, key, communicator.peers, waiting, communicator.whereabouts
         )
+        names = self._engine.stored_names() if communicator.grid.stages else None  # collective there
         try:
             self.wait()
             check()
@@ -80,15 +81,15 @@ class Checkpoints:
             publication = Publication(self.storage, where, keep_last)
             job = RankSave(messages, self.storage, self._engine.accelerator, publication)
             job.done = partial(_report, communicator.observation)
-            chosen = chosen_of(self._engine, select())
+            names, chosen = names or self._engine.stored_names(), chosen_of(self._engine, select())
             with timed(job.seconds, "collect"):
-                self._prepare(job, steps, state, rank_state, chosen, async_)
+                self._prepare(job, steps, state, rank_state, chosen, names, async_)
         except Exception as error:
             raise refuse(messages, error) from error
         except BaseException as interrupt:
             refuse(messages, interrupt)
             raise
-        start(messages, chosen)
+        start(messages, set() if communicator.grid.stages else chosen)
         if async_:
             messages.waiting = nullcontext
             self._background = BackgroundSave(job, where)
@@ -96,20 +97,6 @@ class Checkpoints:
         else:
             self._arena = None
             job.run()
-
-    def _check_mesh(self, path: str | Path) -> None:
-        """Raise UsageError, on every rank, where one directory would hold other values under the same name.
-        Collective in a job whose mesh has dimensions without data."""
-        communicator, engine = self._engine.communicator, self._engine
-        data = communicator.grid.data
-        if apart := data & frozenset().union(*(g.mesh.apart for unit in engine.units for g in unit.groups)):
-            raise UsageError(_LOCAL.format(", ".join(sorted(apart))))
-        if communicator.divided:
-            every = communicator.everywhere(str(as_path(path).absolute()))
-            parts = communicator.grid.parts(data)
-            if len({every[part[0]] for part in parts}) < len(parts):
-                dim = min(communicator.grid.others)
-                raise UsageError(_SAME_PLACE.format(path, dim))
 
     @lasting()
     @in_range("load")
@@ -142,36 +129,28 @@ class Checkpoints:
         state: Mapping[str, Any],
         rank_state: Mapping[str, Any],
         chosen: set[str],
+        names: StoredNames,
         copy: bool,
     ) -> None:
         """Do everything that reads the engine, which may change while the job runs in the background.
 
-        chosen: names of what is saved of the model. copy: copy the state, as a save in the background needs.
+        chosen: names of what is saved of the model. names: under which it is stored. copy: copy the state, as
+        a save in the background needs.
         """
         self._engine.accelerator.streams.synchronize()
         self._engine.communicator.check()  # results of a failed collective must not be published
-        job.mine = collect(self._engine, _plain(rank_state), chosen)
+        job.mine = collect(self._engine, _plain(rank_state), chosen, names)
         if job.messages.rank == 0:
             job.described = {
                 "zero": __version__,
                 "created": time.time(),
                 "steps": steps,
-                **describe(self._engine, job.mine.parts, chosen),
+                **describe(self._engine, job.mine.parts),
                 "state": user_state.encode(_plain(state), "state", job.mine.parts, "state"),
             }
         if copy:
             packed = pack(self._engine.accelerator, job.mine.parts, self._arena)
             job.mine.parts, job.packed, self._arena = packed
-
-
-_LOCAL = (
-    "a checkpoint holds one value under a name, and modules in Config(local_modules=...) have others along "
-    "{}: save what engine.state_dict() returns, which is a dict on the first rank of each coordinate there"
-)
-_SAME_PLACE = (
-    "save_checkpoint({0!r}): ranks that differ in other dimensions than those of the data would write the "
-    "same files: give each its own directory, f'{0}/{1}{{mesh.get_local_rank({1!r})}}', and load from there"
-)
 
 
 def _report(observation: Observation, job: RankSave) -> None:

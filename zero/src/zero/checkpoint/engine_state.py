@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from accelz import Accelerator
 from zero.checkpoint import random_state, user_state
 from zero.checkpoint.rank_file import Part
+from zero.checkpoint.stored_names import StoredNames
 from zero.communication.communicator import Communicator
+from zero.communication.mesh import Meshes
 from zero.config.training import Config
 from zero.errors import StateError, UsageError
 from zero.files.dtypes import name_of
@@ -54,6 +56,7 @@ class EngineParts:
     config: Config
     accelerator: Accelerator
     communicator: Communicator
+    meshes: Meshes
     units: tuple[ShardedUnit, ...]
     sharded_optimizer: ShardedOptimizer
     param_group_of: dict[nn.Parameter, int]
@@ -62,21 +65,29 @@ class EngineParts:
 
     @property
     def rank(self) -> int:
-        return self.communicator.group.rank
+        """This rank's number in the job."""
+        return self.communicator.whole.rank
 
     @property
     def world_size(self) -> int:
-        return self.communicator.group.size
+        """How many ranks the job has."""
+        return self.communicator.whole.size
+
+    def stored_names(self) -> StoredNames:
+        """Collective; see `StoredNames`."""
+        return StoredNames(self.module, self.units, self.communicator, self.meshes)
 
 
 @dataclass
 class RankState:
     """This rank's share of the state.
 
-    parts: stretches of tensors. values: optimizer state that is not a tensor, by parameter and key, as JSON
-    values. rng, state: the random state and the caller's rank_state, encoded as user state.
+    described: what the manifest says of it that no other rank does. parts: stretches of tensors. values:
+    optimizer state that is not a tensor, by parameter and key, as JSON values. rng, state: the random state
+    and the caller's rank_state, encoded as user state.
     """
 
+    described: dict[str, Any] = field(default_factory=dict)
     parts: list[Part] = field(default_factory=list)
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
     rng: Any = None
@@ -89,7 +100,7 @@ def chosen_of(engine: EngineParts, selection: Selection) -> set[str]:
     return selection.chosen(entries_of(engine.module), {p for group in groups for p in group.parameters})
 
 
-def collect(engine: EngineParts, rank_state: Any, chosen: Container[str]) -> RankState:
+def collect(engine: EngineParts, rank_state: Any, chosen: Container[str], names: StoredNames) -> RankState:
     """Everything this rank writes, except what only rank 0 does. The tensors are the engine's, not copies.
 
     chosen: see `chosen_of`.
@@ -98,7 +109,8 @@ def collect(engine: EngineParts, rank_state: Any, chosen: Container[str]) -> Ran
     for unit in engine.units:
         for group in unit.groups:
             if group.mesh.is_first_copy:  # the others have the same values
-                _collect_group(engine, group, found, chosen)
+                _collect_group(engine, group, found, chosen, names)
+    found.described = _describe_own(engine, found.parts, chosen, names)
     prefix = f"rank/{engine.rank}"
     found.rng = user_state.encode(
         random_state.read(engine.accelerator), f"{prefix}/rng", found.parts, "the random state"
@@ -107,15 +119,8 @@ def collect(engine: EngineParts, rank_state: Any, chosen: Container[str]) -> Ran
     return found
 
 
-def describe(engine: EngineParts, parts: list[Part], chosen: Container[str]) -> dict[str, Any]:
-    """The manifest's members that rank 0 knows; tensors that only rank 0 writes are added to `parts`.
-
-    chosen: see `chosen_of`.
-    """
-    entries, forms = entries_of(engine.module), descriptions(engine.module)
-    parameters = [names[0] for names in entries.parameters.values()]
-    groups = [group for unit in engine.units for group in unit.groups]
-    parts.extend(part for group in groups for part in _empty_parameters(group, chosen))
+def describe(engine: EngineParts, parts: list[Part]) -> dict[str, Any]:
+    """The manifest's members that rank 0 knows; tensors that only rank 0 writes are added to `parts`."""
     return {
         "world_size": engine.world_size,
         "stage": engine.config.stage,
@@ -126,26 +131,44 @@ def describe(engine: EngineParts, parts: list[Part], chosen: Container[str]) -> 
             "of_groups": kinds_of_groups(engine.sharded_optimizer.optimizer),
             "param_groups": _param_groups(engine.sharded_optimizer.optimizer, parts),
         },
+    }
+
+
+def _describe_own(
+    engine: EngineParts, parts: list[Part], chosen: Container[str], names: StoredNames
+) -> dict[str, Any]:
+    """The manifest's members of which this rank describes what it is the first to have; tensors that only it
+    writes are added to `parts`."""
+    entries, forms, stored = entries_of(engine.module), descriptions(engine.module), names.stored
+    parameters = [several[0] for several in entries.parameters.values()]
+    groups = [group for unit in engine.units for group in unit.groups]
+    parts.extend(part for group in groups for part in _empty_parameters(group, chosen, names))
+    buffers = {n: b for n, b in entries.buffers.items() if n in chosen and names.is_first(n)}
+    return {
         "parameters": [
             {
-                "name": name,
+                "name": stored(name),
                 "dtype": name_of(group.dtype, name),
                 "trainable": group.trainable,
                 "unit": group.unit,
                 "group": engine.param_group_of.get(parameter),
-                "aliases": list(entries.parameters.get(parameter, (name,))[1:]),
+                "aliases": [stored(alias) for alias in entries.parameters.get(parameter, (name,))[1:]],
                 "form": forms.get(parameter),
             }
             for group in groups
             for name, parameter in zip(group.names, group.parameters, strict=True)
-            if name in chosen
+            if name in chosen and names.is_first(name)
         ],
-        "left_out": [n for n in (*parameters, *entries.buffers, *entries.rest) if n not in chosen],
-        "buffers": _buffers({n: b for n, b in entries.buffers.items() if n in chosen}, parts),
+        "left_out": [
+            stored(n)
+            for n in (*parameters, *entries.buffers, *entries.rest)
+            if n not in chosen and names.is_first(n)
+        ],
+        "buffers": _buffers({stored(n): b for n, b in buffers.items()}, parts),
         "extra_state": {
-            name: user_state.encode(value, f"extra/{name}", parts, f"the module's {name!r}")
+            stored(name): user_state.encode(value, f"extra/{stored(name)}", parts, f"the module's {name!r}")
             for name, value in entries.rest.items()
-            if name in chosen
+            if name in chosen and names.is_first(name)
         },
     }
 
@@ -163,14 +186,17 @@ def check_state(engine: EngineParts) -> None:
                 _check_storable(name, value, spec, piece)
 
 
-def _collect_group(engine: EngineParts, group: FlatGroup, found: RankState, chosen: Container[str]) -> None:
+def _collect_group(
+    engine: EngineParts, group: FlatGroup, found: RankState, chosen: Container[str], names: StoredNames
+) -> None:
     shards, flat = group.mesh.shards, group.widest
     written: dict[int, slice] = {}  # by parameter, the elements of it
     for piece in _written_by(group, shards.rank, shards.size):
         spec, values = group.layout.specs[piece.index], flat[piece.shard_slice]
         if spec.name not in chosen:
             continue
-        found.parts.append(Part(model_key(spec.name), spec.shape, values, piece.start, stride_of(spec)))
+        key = model_key(names.stored(spec.name))
+        found.parts.append(Part(key, spec.shape, values, piece.start, stride_of(spec)))
         written[piece.index] = slice(piece.start, piece.start + piece.length)
     pieces: dict[int, list[SteppedPiece]] = {}
     for stepped in engine.sharded_optimizer.subs_of.get(group, ()):
@@ -182,7 +208,8 @@ def _collect_group(engine: EngineParts, group: FlatGroup, found: RankState, chos
         if group.shards == 1:  # every rank has all of the state; it writes what it writes of the values
             window = written.get(index)
         if window is not None:
-            _collect_state(engine, group.layout.specs[index], of_parameter, window, found)
+            spec = group.layout.specs[index]
+            _collect_state(engine, spec, of_parameter, window, found, names.stored(spec.name))
 
 
 def _written_by(group: FlatGroup, rank: int, ranks: int) -> Sequence[Piece]:
@@ -203,16 +230,17 @@ def _collect_state(
     pieces: Sequence[SteppedPiece],
     window: slice,
     found: RankState,
+    stored: str,
 ) -> None:
     """Collect a parameter's optimizer state for the elements in `window`.
 
-    pieces: the parameter's, in order. State that is not element-wise is the same for all of them, and is
-    written with the parameter's first element.
+    stored: the name under which the parameter is stored. pieces: the parameter's, in order. State that is not
+    element-wise is the same for all of them, and is written with the parameter's first element.
     """
     state, first = engine.sharded_optimizer.optimizer.state, pieces[0]
     for name, value in state.get(first.parameter, {}).items():
         _check_storable(name, value, spec, first)
-        key = state_key(name, spec.name)
+        key = state_key(name, stored)
         if isinstance(value, (Tensor, Stored)) and is_elementwise(name, value, first.parameter):
             flat = joined([in_memory_order(state[p.parameter][name], p.parameter) for p in pieces])
             values = flat[window.start - first.piece.start : window.stop - first.piece.start]
@@ -223,7 +251,7 @@ def _collect_state(
         elif window.start == 0:
             what = _told(name, spec)
             plain = described(value, what) if is_wrapper(value) else value
-            found.values.setdefault(spec.name, {})[name] = user_state.encode(plain, key, found.parts, what)
+            found.values.setdefault(stored, {})[name] = user_state.encode(plain, key, found.parts, what)
 
 
 def _told(name: str, spec: ParameterSpec) -> str:
@@ -271,10 +299,10 @@ def _check_whole(name: str, value: Tensor, spec: ParameterSpec, piece: SteppedPi
         )
 
 
-def _empty_parameters(group: FlatGroup, chosen: Container[str]) -> Iterator[Part]:
+def _empty_parameters(group: FlatGroup, chosen: Container[str], names: StoredNames) -> Iterator[Part]:
     for spec in group.layout.specs:
-        if not spec.numel and spec.name in chosen:
-            yield Part(model_key(spec.name), spec.shape, group.shard[:0])
+        if not spec.numel and spec.name in chosen and names.is_first(spec.name):
+            yield Part(model_key(names.stored(spec.name)), spec.shape, group.shard[:0])
 
 
 def _buffers(buffers: Mapping[str, Tensor], parts: list[Part]) -> list[str]:

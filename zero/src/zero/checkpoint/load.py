@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 from zero.checkpoint import random_state
 from zero.checkpoint.engine_state import EngineParts
 from zero.checkpoint.load_optimizer import OptimizerLoad
+from zero.checkpoint.stored_names import StoredNames
 from zero.errors import CheckpointError, StateError, UsageError, some
 from zero.files.manifest import Manifest, model_key
 from zero.files.names import Rename, match, raise_for, stored_in
@@ -73,7 +74,9 @@ def load(
     before_change: called after everything has been checked and before the first value changes, with whether
     the checkpoint has the whole model.
     """
-    together = Together(engine.communicator, "the checkpoint")
+    together = Together(engine.communicator, "the checkpoint", everywhere=True)
+    names = engine.stored_names()
+    elsewhere = names.elsewhere()
     found = together(lambda: os.path.relpath(find(path, storage), path) if engine.rank == 0 else None)[0]
     where = path / found  # relative, since the path may differ between machines
     if found.startswith(".."):  # a hidden sibling that a killed save has left in place of `path`
@@ -81,7 +84,7 @@ def load(
     opened: list[Checkpoint] = []
     try:
         _check_same(together(lambda: [str(where), _open(engine, storage, where, opened)]))
-        load = _Load(engine, opened[0], options)
+        load = _Load(engine, opened[0], options, names, elsewhere)
         together(load.check)
         left_out = load.loaded.left_out
         before_change(not left_out)
@@ -120,8 +123,16 @@ class _Load:
 
     loaded: Loaded
 
-    def __init__(self, engine: EngineParts, checkpoint: Checkpoint, options: LoadOptions) -> None:
+    def __init__(
+        self,
+        engine: EngineParts,
+        checkpoint: Checkpoint,
+        options: LoadOptions,
+        names: StoredNames,
+        elsewhere: frozenset[str],
+    ) -> None:
         self._engine = engine
+        self._elsewhere = elsewhere
         self._checkpoint = checkpoint
         self._manifest: Manifest = checkpoint.manifest
         self._options = options
@@ -129,24 +140,31 @@ class _Load:
         self._sources: dict[str, str] = {}
         self._optimizer: OptimizerLoad | None = None  # None: it stays as it is
         self._random_states: dict[str, Any] = {}
-        self._extra_state = entries_of(engine.module).rest.keys()
+        self._mine = {names.stored(name): name for name in entries_of(engine.module).names}
+        self._extra_state = {names.stored(name) for name in entries_of(engine.module).rest}
+        self._stored = names.stored
         self._extra_values: dict[str, Any] = {}
 
     @in_range("load", "check")
     def check(self) -> None:
         """Raise StateError or UsageError if anything does not fit. Changes nothing."""
         options, left_out, wanted = self._options, self._manifest.left_out, targets(self._engine.module)
-        self._sources = match(
+        sources = match(
             stored_in(self._manifest),
-            wanted,
+            [
+                replace(each, name=self._stored(each.name), aliases=tuple(map(self._stored, each.aliases)))
+                for each in wanted
+            ],
             options.rename,
             options.strict,
             lambda one, other: self._reader.same(model_key(one), model_key(other)),
             left_out,
+            self._of_this_rank,
         )
+        self._sources = {self._mine[name]: source for name, source in sources.items()}
         self._check_forms()
         if options.strict:
-            mine, saved = self._extra_state, self._manifest.extra_state.keys()
+            mine, saved = self._extra_state, self._manifest.extra_state.keys() - self._elsewhere
             missing = mine - saved - set(left_out)
             raise_for({"extra state missing": [*missing], "extra state unexpected": [*saved - mine]})
         if not options.weights_only:
@@ -168,6 +186,13 @@ class _Load:
                     f"{forms.get(parameter, 'plain values')}: quantise the model as it was when it was saved"
                 )
 
+    def _of_this_rank(self, name: str) -> str | None:
+        """A name in the checkpoint, or one of the model that the program has renamed it to, as this rank
+        stores it; None for what only other ranks have."""
+        if name in self._elsewhere:
+            return None
+        return self._stored(name) if self._options.rename is not None else name
+
     def _decode(self, left_out: tuple[str, ...]) -> None:
         """Read all user values, and the random state of this rank if it is to be restored, and check that."""
         manifest, decode = self._manifest, self._reader.decode
@@ -175,7 +200,7 @@ class _Load:
         path, ranks = self._checkpoint.path, manifest.world_size
         self.loaded = Loaded(path, manifest.steps, ranks, state, rank_states, left_out)
         self._extra_values = {
-            name: decode(manifest.extra_state[name])
+            self._mine[name]: decode(manifest.extra_state[name])
             for name in self._extra_state & manifest.extra_state.keys()
         }
         if self._optimizer is not None and self._engine.rank < manifest.world_size:

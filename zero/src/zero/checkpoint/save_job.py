@@ -115,7 +115,9 @@ class RankSave:
     def _write(self, staging: Path) -> dict[str, Any]:
         path = staging / f"rank-{self.messages.rank:05d}.safetensors"
         report = write_rank_file(self.storage, self.accelerator, path, self.mine.parts, self.packed)
-        return report | {"values": self.mine.values, "rng": self.mine.rng, "state": self.mine.state}
+        mine = self.mine
+        told = {"described": mine.described, "values": mine.values, "rng": mine.rng, "state": mine.state}
+        return report | told
 
     def _outcome(self, mine: Problem) -> Problem:
         """Rank 0's word, if it can be had and this rank's program goes on. mine: this rank's problem."""

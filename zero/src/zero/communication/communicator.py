@@ -93,12 +93,13 @@ class Communicator:
         self.observation = Observation(accelerator)
         self.in_pass = False
         self.norm_is_read = False
-        self.peers = groups.job.peers.of(groups.ranks)
+        self.peers = groups.job.peers
+        mine = self.peers.of(groups.ranks)
         self.key, self._values, everywhere = explained(
             lambda: (
-                unused_key(self.group, "zero/engine"),
-                Exchange(self.group, "zero/values", self.peers),
-                Exchange(self.whole, "zero/everywhere", groups.job.peers) if self.divided else None,
+                unused_key(self.whole, "zero/engine"),
+                Exchange(self.group, "zero/values", mine),
+                Exchange(self.whole, "zero/everywhere", self.peers) if self.divided else None,
             ),
             self.group.timeout,
         )
@@ -152,9 +153,10 @@ class Communicator:
         return line.waits.waiting(line.count, what, limit)
 
     def whereabouts(self, ranks: Iterable[int]) -> str:
-        """Say where ranks wait that are missed now, as far as they have told; "" if they have not."""
+        """Say where ranks of the job wait that are missed now, as far as they have told; "" if they have
+        not."""
         line = self.ledger.line
-        return line.waits.describe([self._groups.ranks[rank] for rank in ranks], line.count)
+        return line.waits.describe(ranks, line.count)
 
     def all_gather(self, unit: str, output: Tensor, shard: Tensor, ranks: Group) -> NamedHandle:
         output, shard = _transportable(output), _transportable(shard)

@@ -35,9 +35,8 @@ class Mesh:
 
     @property
     def is_first_copy(self) -> bool:
-        """Whether this rank shares the first copy among ranks with different data; the others have the same
-        values."""
-        return self.replicas is None or self.replicas.rank == 0
+        """Whether this rank shares the first copy of the parameters; the others have the same values."""
+        return all(copies is None or copies.rank == 0 for copies in (self.replicas, self.beyond))
 
     def times(self, sliced: bool) -> int:
         """How many ranks of the job have what this rank has. sliced: whether `shards` have slices."""
@@ -62,7 +61,7 @@ class Meshes:
     ) -> None:
         self._groups = groups
         self._grid = grid
-        self._apart_of = apart_of
+        self.apart_of = apart_of
         self._made: dict[frozenset[str], Mesh] = {}
 
     def of(self, apart: Collection[str] = ()) -> Mesh:
@@ -85,7 +84,7 @@ class Meshes:
 
     def of_buffer(self, name: str) -> Mesh:
         """The mesh of a module's buffer, by its name."""
-        return self.of(self._apart_of(name))
+        return self.of(self.apart_of(name))
 
     def is_source(self) -> bool:
         """Whether this rank reads and writes state for all that have the same parameters: the first of those

@@ -10,7 +10,18 @@ from zero.files.manifest import CHECKSUM_BLOCK, LARGEST_MANIFEST, Manifest, seal
 
 
 def assemble(described: Mapping[str, Any], reports: list[dict[str, Any]]) -> bytes:
-    """The sealed manifest, which is also read back: one that could not be loaded must not be published."""
+    """The sealed manifest, which is also read back: one that could not be loaded must not be published.
+
+    described: members that are known once. reports: of the ranks, each with what only it can describe.
+    """
+    own = [report.get("described", {}) for report in reports]
+    described = {
+        **described,
+        **{kind: _listed(kind, described, own) for kind in ("parameters", "left_out", "buffers")},
+        "extra_state": dict(
+            pair for each in (described, *own) for pair in each.get("extra_state", {}).items()
+        ),
+    }
     tensors: dict[str, dict[str, Any]] = {}
     values: dict[str, dict[str, Any]] = {}
     for number, report in enumerate(reports):
@@ -43,6 +54,10 @@ def assemble(described: Mapping[str, Any], reports: list[dict[str, Any]]) -> byt
         told = " ".join(str(error).split())
         raise CheckpointError(f"this job's state does not form a valid checkpoint: {told}") from error
     return data
+
+
+def _listed(kind: str, described: Mapping[str, Any], own: list[dict[str, Any]]) -> list[Any]:
+    return [entry for each in (described, *own) for entry in each.get(kind, ())]
 
 
 def _with_state(

@@ -45,18 +45,24 @@ def match(
     strict: bool,
     same: Callable[[str, str], bool],
     left_out: Sequence[str] = (),
+    then: Callable[[str], str | None] = lambda name: name,
 ) -> dict[str, str]:
     """For each target's name, the name in the checkpoint that its values come from.
 
     rename: maps a name in the checkpoint to a new name, or to None to leave it out. same: whether two names
     in the checkpoint have the same values, which is required if both go to one tied parameter. left_out:
-    names that the checkpoint was to be without, which may be missing. Raises
-    UsageError for a rename of names that do not exist, and StateError with all names that are missing or
-    unexpected (both only if strict), or do not fit.
+    names that the checkpoint was to be without, which may be missing. then: maps names that `rename` has
+    mapped. Raises UsageError for a rename of names that do not exist, and StateError with all names that are
+    missing or unexpected (both only if strict), or do not fit.
     """
     wanted = {name: target for target in targets for name in (target.name, *target.aliases)}
     names = {source: (source.name, *source.aliases) for source in stored}
-    new_name = _renamer(rename, {*left_out, *(name for several in names.values() for name in several)})
+    renamer = _renamer(rename, {*left_out, *(name for several in names.values() for name in several)})
+
+    def new_name(name: str) -> str | None:
+        new = renamer(name)
+        return None if new is None else then(new)
+
     sources: dict[str, str] = {}
     claimed: dict[str, str] = {}
     unexpected, wrong = [], []

@@ -10,10 +10,12 @@ from zero.loading.problems import error_of, problem_of
 
 
 class Together:
-    """Runs an action on every rank; if it fails on one, all raise. what: what it loads, for messages."""
+    """Runs an action on every rank; if it fails on one, all raise. what: what it loads, for messages.
+    everywhere: on all ranks of the job, rather than on those of the engine."""
 
-    def __init__(self, communicator: Communicator, what: str) -> None:
-        self._communicator = communicator
+    def __init__(self, communicator: Communicator, what: str, everywhere: bool = False) -> None:
+        self._rank = communicator.whole.rank if everywhere else communicator.group.rank
+        self._gather = communicator.everywhere if everywhere else communicator.all_gather_object
         self._what = what
 
     def __call__(self, action: Callable[[], Any]) -> list[Any]:
@@ -23,10 +25,9 @@ class Together:
             mine = {"value": action()}
         except Exception as error:
             cause = error
-            rank = self._communicator.group.rank
-            mine = {"problem": problem_of(error, f"rank {rank} could not load {self._what}")}
+            mine = {"problem": problem_of(error, f"rank {self._rank} could not load {self._what}")}
         try:
-            results = self._communicator.all_gather_object(mine)
+            results = self._gather(mine)
             for result in results:
                 if "problem" in result:
                     raise error_of(result["problem"]) from cause

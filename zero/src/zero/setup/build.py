@@ -230,6 +230,7 @@ def _parts(
         config,
         accelerator,
         communicator,
+        sharded.meshes,
         tuple(units),
         sharded_optimizer,
         stepper.param_group_of,

@@ -1,0 +1,73 @@
+"""The names under which the ranks of a mesh store what they have, in one checkpoint of the whole job.
+
+Parameters that differ by rank are stored each, under the model's name with the coordinates along which they
+differ: `blocks.0.experts.up.weight[ep=1]`. Models that differ altogether keep their names, unless several of
+them have the same one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from torch import nn
+
+from zero.communication.communicator import Communicator
+from zero.communication.mesh import Meshes
+from zero.sharding.sharded_unit import ShardedUnit
+from zero.sharding.state_entries import entries_of
+
+
+class StoredNames:
+    """The stored names of one rank's model. Making one is collective, where models differ altogether."""
+
+    def __init__(
+        self, module: nn.Module, units: Iterable[ShardedUnit], communicator: Communicator, meshes: Meshes
+    ) -> None:
+        self._grid, self._rank = communicator.grid, communicator.whole.rank
+        self._communicator = communicator
+        self._coordinates = dict(zip(self._grid.names, self._grid.coordinates(self._rank), strict=True))
+        entries, groups = entries_of(module), [group for unit in units for group in unit.groups]
+        of_parameters = {parameter: group.mesh.apart for group in groups for parameter in group.parameters}
+        self._apart: Mapping[str, frozenset[str]] = {
+            **{name: meshes.apart_of(name) for name in entries.names},
+            **{name: of_parameters[p] for name, p in entries.by_name.items() if p in of_parameters},
+            **{name: group.mesh.apart for group in groups for name in group.names},
+        }
+        self._several = self._in_several_stages() if self._grid.stages else set()
+
+    def stored(self, name: str) -> str:
+        """The name under which a parameter, buffer or extra state of the model is stored."""
+        apart = self._apart.get(name, frozenset()) - self._grid.stages
+        dims = apart | self._grid.stages if name in self._several else apart
+        where = ",".join(f"{dim}={self._coordinates[dim]}" for dim in self._grid.names if dim in dims)
+        return f"{name}[{where}]" if where else name
+
+    def is_first(self, name: str) -> bool:
+        """Whether this is the first of the ranks that have the same under this name, which describes it."""
+        return self._first(self._apart.get(name, frozenset()))
+
+    def elsewhere(self) -> frozenset[str]:
+        """Stored names that other ranks have, and not this one. Collective, where there may be any."""
+        if not self._grid.told or not any(self._communicator.everywhere(any(self._apart.values()))):
+            return frozenset()
+        mine = {self.stored(name) for name in self._apart}
+        every = self._communicator.everywhere(sorted(mine) if self._speaks else [])
+        return frozenset(name for names in every for name in names) - mine
+
+    @property
+    def _speaks(self) -> bool:
+        """Whether no rank before this one has all the same names."""
+        return self._first(frozenset[str]().union(*self._apart.values()))
+
+    def _first(self, apart: frozenset[str]) -> bool:
+        return self._grid.part(self._rank, frozenset(self._grid.names) - apart)[0] == self._rank
+
+    def _in_several_stages(self) -> set[str]:
+        """Names that models of several stages have."""
+        every = self._communicator.everywhere(sorted(self._apart))
+        found: set[str] = set()
+        for one in self._grid.parts(self._grid.alike):
+            for other in self._grid.parts(self._grid.alike):
+                if one < other:
+                    found |= set(every[one[0]]) & set(every[other[0]])
+        return found
