@@ -91,6 +91,90 @@ def test_experts_of_each_rank_train_as_in_one_process(cluster: Clusters) -> None
         assert max(found.values()) < 1e-6, found
 
 
+def beside(model: nn.Module) -> list[Optimizer]:
+    """Matrices are stepped whole, divided among the ranks that have the same, and the rest by a kernel."""
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    rest = [p for p in model.parameters() if p.dim() != 2]
+    return [torch.optim.Muon(matrices, lr=1e-2), torch.optim.AdamW(rest, lr=1e-3)]
+
+
+def ways_body(context: Context) -> dict[str, float]:
+    """Experts of each rank's own: whole parameters, compiled, at stage 0; and whole values."""
+    mesh = mesh_of(("dp", 2), ("ep", 2))
+    expert, found = mesh.get_local_rank("ep"), {}
+    ways: dict[str, tuple[dict[str, Any], Any]] = {
+        "stage 0": ({"stage": 0}, adamw),
+        "whole parameters": ({}, beside),
+        "compiled": ({"compile": zero.Compile(inner="aot_eager"), "timeout": 60}, adamw),
+    }
+    states = {}
+    for make in (adamw, beside):
+        whole = mixture()
+        optimizers = members(make(whole))
+        for step in range(2):
+            torch.stack([whole(tokens(step, rank)) for rank in range(RANKS)]).mean().backward()
+            take_turns(optimizers)
+        states[make] = whole.state_dict()
+    for name, (settings, make) in ways.items():
+        model = mixture(mesh.get_group("ep"))
+        config = zero.Config(**{"timeout": 20, "local_modules": {"blocks.*.experts": "ep"}, **settings})
+        made = make(model)
+        engine = zero.initialize(model, made, config, mesh=mesh, data_dims=("dp", "ep"))
+        for step in range(2):
+            model(tokens(step, context.rank).to(engine.device)).backward()
+            take_turns(members(made))
+        state = engine.state_dict()
+        mine = {n: states[make][n.replace("experts.0", f"experts.{expert}")] for n in state}
+        found[name] = state_error(state, mine)
+    weight, shared = (model.get_parameter(n) for n in ("blocks.0.experts.0.up.weight", "head.bias"))
+    with torch.no_grad(), zero.gathered([weight, shared], write_rank=2):
+        weight.fill_(context.rank + 1)
+        shared.fill_(context.rank + 1)
+    with zero.gathered([weight, shared]):  # from the ranks in rank 2's place: 2 and 3
+        found["written"] = abs(float(weight.mean()) - (3 + expert)) + abs(float(shared) - 3)
+    engine.load_state_dict({n: value + 1 for n, value in state.items()} if state else None)
+    again = engine.state_dict()
+    found["loaded"] = max((float((again[n] - v - 1).abs().max()) for n, v in state.items()), default=0.0)
+    return found
+
+
+def members(given: Any) -> list[Optimizer]:
+    return given if isinstance(given, list) else [given]
+
+
+def take_turns(optimizers: list[Optimizer]) -> None:
+    for each in optimizers:
+        each.step()
+    for each in optimizers:
+        each.zero_grad()
+
+
+def test_experts_in_other_ways(cluster: Clusters) -> None:
+    for found in cluster(RANKS).run(ways_body, limit=120):
+        assert max(found.values()) < 1e-6, found
+
+
+def alone_body(context: Context) -> list[float | None]:
+    """One rank for each stage's data: norms that only one rank reads, of steps that clip nothing."""
+    mesh = mesh_of(("pp", 2), ("dp", 1))
+    model = Stage(context.rank)
+    config = zero.Config(timeout=20, local_modules={"*": "pp"})
+    engine = zero.initialize(model, sgd(model), config, mesh=mesh, data_dims="dp")
+    norms: list[float | None] = []
+    for step in range(2):
+        train_on(engine, model(tokens(step, 0).to(engine.device)))
+        if context.rank == 0 or step:
+            norm = engine.grad_norm
+            norms.append(None if norm is None else float(norm))
+    return norms
+
+
+def test_a_norm_that_one_stage_reads_is_that_of_all(cluster: Clusters) -> None:
+    first, second = cluster(2).run(alone_body)
+    assert first == [None, *second]
+    assert first[1] is not None
+
+
 def stages_body(context: Context) -> dict[str, float]:
     """Along one dimension ranks have models of their own: one norm, and one decision about an overflow."""
     mesh = mesh_of(("pp", 2), ("dp", 2))

@@ -63,7 +63,7 @@ class Grid:
 
     def part(self, rank: int, along: Collection[str]) -> tuple[int, ...]:
         """The set of `parts` that a rank is in."""
-        return next(part for part in self.parts(along) if rank in part)
+        return _part_of(self, frozenset(along))[rank]
 
     def coordinates(self, rank: int) -> tuple[int, ...]:
         """A rank's coordinate in each dimension."""
@@ -92,6 +92,11 @@ def _parts(grid: Grid, along: frozenset[str]) -> tuple[tuple[int, ...], ...]:
                 rest.append(coordinate)
         found.setdefault(tuple(rest), []).append(rank)
     return tuple(sorted(tuple(sorted(part)) for part in found.values()))
+
+
+@lru_cache(maxsize=256)
+def _part_of(grid: Grid, along: frozenset[str]) -> dict[int, tuple[int, ...]]:
+    return {rank: part for part in _parts(grid, along) for rank in part}
 
 
 def ranks_of_replica(shard_ranks: int | None, ranks: int) -> int:

@@ -96,14 +96,14 @@ class Meshes:
         grid, groups = self._grid, self._groups
         data, shards, beyond = grid.data - apart, grid.shards - apart, grid.others - apart
         replicas = data - shards
-        own = {rank: grid.part(rank, data) for rank in groups.ranks}
-        mine = own[groups.whole.rank]
+        number = {rank: n for part in grid.parts(data) for n, rank in enumerate(part)}
+        numbers = {rank: n for n, rank in enumerate(groups.ranks)}
         return Mesh(
             shards=groups.part(grid.parts(shards)),
             replicas=groups.part(grid.parts(replicas)) if grid.size(replicas) > 1 else None,
             data=groups.part(grid.parts(data)),
             beyond=groups.part(grid.parts(beyond)) if grid.size(beyond) > 1 else None,
-            members=tuple(groups.ranks.index(rank) for rank in mine),
-            places=tuple(own[rank].index(rank) for rank in groups.ranks),
+            members=tuple(numbers[rank] for rank in grid.part(groups.whole.rank, data)),
+            places=tuple(number[rank] for rank in groups.ranks),
             apart=apart,
         )
