@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 import zero
 from accelz.conformance.cluster import Clusters, Context
 from tests.zero.helpers.loops import train_on
+from zero.optimizer.piece_state import tensors_beside
 
 STEPS, MORE = 3, 2
 NAMES = ("0.weight", "0.bias", "2.weight")
@@ -130,6 +131,20 @@ def loaded_body(context: Context, path: str) -> dict[str, Any]:
                 losses = trained(engine, MORE)
                 found[f"{name}, stage {saved}"] = losses, engine.state_dict(), state
     return found
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_plan_knows_how_much_they_keep(name: str) -> None:
+    network = model()
+    optimizer = OPTIMIZERS[name](network)
+    with eagerly():
+        plan = zero.plan(network, optimizer, zero.Config(), ranks=1)
+        for parameter in network.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+    kept = (tensors_beside(optimizer.state[p], p) for p in network.parameters())
+    expected = sum(tensor.nbytes for tensors in kept for tensor in tensors)
+    assert plan.memory.rest["device"].optimizer == pytest.approx(expected, abs=64)  # padding
 
 
 def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:

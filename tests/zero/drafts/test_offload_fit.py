@@ -107,6 +107,33 @@ def test_state_of_any_shape_is_counted_as_it_grows() -> None:
     assert [round(n * 2400) for n in moments_of(factored).values()] == [40 + 60]
 
 
+class Blocks(Optimizer):
+    """Keeps codes with a scale for each of 256 elements, of what is large and divisible enough."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            numel, state = parameter.numel(), self.state[parameter]
+            if numel < 4096 or numel % 256:
+                state["wide"] = torch.zeros_like(parameter)
+            else:
+                state["codes"] = torch.zeros_like(parameter, dtype=torch.uint8)
+                state["scales"], state["map"] = torch.zeros(numel // 256), torch.zeros(16)
+
+
+def test_state_in_blocks_is_counted_as_it_grows() -> None:
+    packed = [(64, 64), (1024, 512), (256, 300), (1 << 20,)]
+    wide = [(64, 63), (1001, 511), (1000, 1001), (0, 3), ()]
+    parameters = [nn.Parameter(torch.zeros(shape, device="meta")) for shape in (*packed, *wide)]
+    found = moments_of(Blocks(parameters))
+    for parameter in parameters[: len(packed)]:
+        numel = parameter.numel()
+        assert 4 * found[parameter] * numel == pytest.approx(numel + 4 * numel // 256 + 4 * 16)
+    assert [found[parameter] for parameter in parameters[len(packed) :]] == [1, 1, 1, 0, 1]
+
+
 class Early(Optimizer):
     """Has state before its first step, and then a square of the shorter side and a history."""
 

@@ -1,12 +1,15 @@
 """How much state optimizers keep; for one that no kernel serves, found out by stepping a copy of it.
 
 The copy steps small stand-ins for the parameters, whose dimensions are different primes. So the shape of what
-it keeps tells how that grows with a parameter: by elements, rows, columns or squares of these.
+it keeps tells how that grows with a parameter: by elements, rows, columns or squares of these. State in 8
+bits and fewer has blocks, and only parameters that are large or divisible enough have it. For optimizers that
+are not torch's, further copies step stand-ins that are so too, of two sizes: such state grows by the element.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,6 +23,7 @@ from zero.errors import OptimizerError
 from zero.optimizer.joint import members, name_of
 from zero.optimizer.kernel_rules import rule_for
 from zero.optimizer.piece_state import is_elementwise, tensors_beside
+from zero.optimizer.stepping import is_known
 from zero.tiers.values import at_least_fp32
 
 SIDES = {  # of a stand-in, by its dimensions; larger than most sizes that state has of its own
@@ -30,6 +34,8 @@ SIDES = {  # of a stand-in, by its dimensions; larger than most sizes that state
     5: (7, 11, 13, 17, 19),
 }
 MOST = max(SIDES)  # dimensions; further ones are 1
+LARGE = 1 << 14  # elements, at which every optimizer that packs state does so
+LARGEST_BLOCK = 4096  # elements
 FOR_DEVICES = ("capturable", "differentiable", "foreach", "fused")  # options that change no state
 
 
@@ -52,28 +58,90 @@ def moments_of(optimizer: Optimizer, dtype: torch.dtype | None = None) -> dict[n
 
 
 def _moments_after_a_step(optimizer: Optimizer, dtype: torch.dtype | None) -> dict[nn.Parameter, float]:
-    stand_ins = {
-        p: _stand_in(p, dtype or p.dtype) for group in optimizer.param_groups for p in group["params"]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    stand_ins = {p: _stand_in(_sides(p.shape), dtype or p.dtype) for p in parameters}
+    states = _stepped(optimizer, stand_ins)
+    found = {
+        p: _values_per_element(states[small], optimizer.state.get(p, {}), p, small)
+        for p, small in stand_ins.items()
     }
+    if not is_known(optimizer):
+        found.update(_in_blocks(optimizer, dtype))
+    return found
+
+
+def _in_blocks(optimizer: Optimizer, dtype: torch.dtype | None) -> dict[nn.Parameter, float]:
+    """The same for those of the parameters whose state is in 8 bits or fewer."""
+    smaller, larger = (_alike_stand_ins(optimizer, dtype, turn) for turn in range(2))
+    before, after = _packed_bytes(optimizer, smaller), _packed_bytes(optimizer, larger)
+    found = {}
+    for p, small in smaller.items():
+        if small in before and larger[p] in after:
+            grown = after[larger[p]] - before[small]
+            slope = grown / max(larger[p].numel() - small.numel(), 1)
+            nbytes = before[small] + slope * (p.numel() - small.numel())
+            found[p] = nbytes / max(p.numel(), 1) / small.element_size()
+    return found
+
+
+def _alike_stand_ins(
+    optimizer: Optimizer, dtype: torch.dtype | None, turn: int
+) -> dict[nn.Parameter, nn.Parameter]:
+    """Stand-ins in the shapes of `_alike`; parameters of a param group that have the same shape share one."""
+    made: dict[Any, nn.Parameter] = {}
+    found = {}
+    for index, group in enumerate(optimizer.param_groups):
+        for p in group["params"]:
+            key = index, _alike(p.shape, turn), dtype or p.dtype
+            if key not in made:
+                made[key] = _stand_in(*key[1:])
+            found[p] = made[key]
+    return found
+
+
+def _packed_bytes(
+    optimizer: Optimizer, stand_ins: Mapping[nn.Parameter, nn.Parameter]
+) -> dict[nn.Parameter, int]:
+    """The bytes of the state of each stand-in that has some in 8 bits or fewer."""
+    states = _stepped(optimizer, stand_ins)
+    kept = {small: tensors_beside(states[small], small) for small in set(stand_ins.values())}
+    return {
+        small: sum(tensor.nbytes for tensor in tensors)
+        for small, tensors in kept.items()
+        if any(tensor.dtype.itemsize == 1 for tensor in tensors)
+    }
+
+
+def _alike(shape: Sequence[int], turn: int) -> tuple[int, ...]:
+    """The shape of a stand-in that is divisible by blocks as a parameter is: the parameter's own if that is
+    small, else one of two sizes, with as many dimensions."""
+    numel = math.prod(shape)
+    if numel <= LARGE * 2:
+        return tuple(shape)
+    like = LARGE * (1 + turn) + numel % LARGEST_BLOCK
+    return (*[1] * (len(shape) - 1), like)
+
+
+def _stepped(optimizer: Optimizer, stand_ins: Mapping[nn.Parameter, nn.Parameter]) -> dict[Any, Any]:
+    """The state of a copy of the optimizer that has stepped these once. Several parameters may have one
+    stand-in. Raises OptimizerError if the copy cannot step."""
     probe = _copy_of(optimizer, stand_ins)
+    for group in probe.param_groups:
+        group["params"] = list(dict.fromkeys(group["params"]))
     try:
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), torch.compiler.set_stance("force_eager"):
             type(optimizer).step(probe)
     except Exception as error:
         raise OptimizerError(
             f"the size of {name_of(optimizer)}'s state is not known, and a copy of it cannot step "
             f"({type(error).__name__}: {error}), so it can be neither planned nor held to a host_budget"
         ) from error
-    return {
-        p: _values_per_element(probe.state[small], optimizer.state.get(p, {}), p, small)
-        for p, small in stand_ins.items()
-    }
+    return probe.state
 
 
-def _stand_in(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
-    """A stand-in for a parameter's master: small, with as many dimensions, on the host, with a gradient."""
-    wide = at_least_fp32(dtype)
-    small = nn.Parameter(torch.zeros(_sides(parameter.shape), dtype=wide, device=HOST))
+def _stand_in(shape: Sequence[int], dtype: torch.dtype) -> nn.Parameter:
+    """A stand-in for a parameter's master, on the host, with a gradient."""
+    small = nn.Parameter(torch.zeros(shape, dtype=at_least_fp32(dtype), device=HOST))
     small.grad = torch.zeros_like(small)
     return small
 
