@@ -188,9 +188,8 @@ class OptimizerLoad:
                     values.zero_()
         for key in entry.state:
             self._fill_state(key, stepped, piece, entry)
-        device = stepped.master.device
         for key, value in entry.values.items() if stepped.rule is None else ():
-            found = self._reader.decode(value)
+            found, device = self._reader.decode(value), stepped.master.device
             if is_description(found):
                 state[key] = restored(found, device)
             else:
