@@ -35,6 +35,7 @@ from zero.observe.observation import Facts, Observing
 from zero.observe.observer import Observer, Run
 from zero.optimizer.state_offload import StateOffload
 from zero.pretrained import Request, fill_engine
+from zero.sharding.distributed import as_distributed
 from zero.sharding.lifetime import weakly
 from zero.sharding.selection import Selection
 from zero.sharding.sharded_unit import ShardedUnit
@@ -360,9 +361,10 @@ class Engine:
         optimizer step or a load that was interrupted.
         """
         self._integrity.check_complete()
-        _, group, _ = self._full_parameters.locate(name)
+        _, group, index = self._full_parameters.locate(name)
         self._full_parameters.take_in_frozen()
-        return self._full_parameters.parameter(name, group.widest)
+        value = self._full_parameters.parameter(name, group.widest)
+        return as_distributed(group.parameters[index], value)
 
     def full_gradient(self, name: str) -> Tensor | None:
         """Return the whole gradient of parameter `name`, fp32: averaged and unscaled, before clipping.
@@ -383,7 +385,8 @@ class Engine:
         with group.room_for_whole(torch.float32):
             value = self._full_parameters.parameter(name, self._reducer.summed(have))
             factor = self._factor.mean()
-            return value if factor is None else value.mul_(factor)
+            value = value if factor is None else value.mul_(factor)
+            return as_distributed(group.parameters[index], value)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clip the gradients of this step to an L2 norm of at most `max_norm`; return the norm before, 0-dim.

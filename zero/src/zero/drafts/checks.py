@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 import torch.distributed as dist
@@ -19,15 +19,16 @@ from zero.config.training import DTYPES, Config, dtype_named
 from zero.deferred import deferred_init
 from zero.drafts.preparation import Prepared
 from zero.drafts.spans import span_of
-from zero.errors import ConfigError, ModelError
+from zero.errors import ConfigError, ModelError, some
 from zero.optimizer.joint import kinds_of_groups
 from zero.optimizer.stepping import of_param_groups
+from zero.sharding.distributed import divided_along, is_distributed, local_of, ranks_of
 from zero.sharding.forms import (
+    as_parameter,
     descriptions,
     has_own_dispatch,
     inner_leaves,
     is_apart,
-    is_distributed,
     name_of,
     named_leaves,
 )
@@ -60,10 +61,11 @@ def check_model(model: nn.Module, shapes_only: bool = False) -> None:
     inner = inner_leaves(model)
     for name, parameter in named:
         for suffix, leaf in inner.get(parameter, {"": parameter}).items():
-            _check_leaf(name_of(name, suffix), leaf)
+            _check_leaf(name_of(name, suffix), local_of(as_parameter(leaf)))
         if parameter in inner and parameter.requires_grad:
             raise ModelError(f"parameter {name!r} is a {type(parameter).__name__}{_TRAINED}")
-    _check_overlaps([(name, leaf) for leaf, name in {p: n for n, p in named_leaves(model)}.items()])
+    leaves = {leaf: name for name, leaf in named_leaves(model)}
+    _check_overlaps([(name, local_of(leaf)) for leaf, name in leaves.items()])
     for name, buffer in () if shapes_only else model.named_buffers():
         _check_buffer(name, buffer)
 
@@ -162,7 +164,12 @@ def check_movable(model: nn.Module, device: torch.device) -> None:
                 f"a parameter of class {type(parameter).__name__} is on {parameter.device}, and only its own "
                 f"class can move it: call model.to({device.type!r}) before zero.initialize"
             )
-    for name, parameter in named_leaves(model):
+    for name, leaf in named_leaves(model):
+        parameter = local_of(leaf)
+        if parameter is not leaf and parameter.device.type != device.type:
+            raise ModelError(
+                f"parameter {name!r} is a DTensor on {parameter.device}: use a mesh of {device.type!r}"
+            )
         if deferred_init.is_deferred(parameter) or torch._has_compatible_shallow_copy_type(parameter, there):
             continue
         first = f"call model.to({device.type!r}) before creating the optimizer"
@@ -175,11 +182,36 @@ def check_movable(model: nn.Module, device: torch.device) -> None:
             )
 
 
+def check_distributed(model: nn.Module, data: Collection[int], dims: Collection[str] | None) -> None:
+    """Raise ModelError for a DTensor that is spread over ranks whose gradients the engine sums.
+
+    data: the numbers of these among all ranks that were started. dims: the names of the dimensions of the
+    job's mesh; None if there is none.
+    """
+    for name, parameter in model.named_parameters():
+        if not is_distributed(parameter):
+            continue
+        if len(ranks_of(parameter) & set(data)) > 1:
+            raise ModelError(
+                f"parameter {name!r} is a DTensor over ranks with different data, which zero itself shards "
+                "parameters over: remove fully_shard, or give zero.initialize a mesh whose data_dims are "
+                "others, or process_group=mesh.get_group(...)"
+            )
+        unknown = [dim for dim in divided_along(parameter) if dims is not None and dim not in dims]
+        if unknown:
+            raise ModelError(
+                f"parameter {name!r} is a DTensor that is divided along {some(unknown)}, which is no "
+                f"dimension of the mesh given to zero.initialize, which has {some(sorted(dims or ()))}"
+            )
+        if any(placement.is_partial() for placement in parameter.placements):  # type: ignore[attr-defined]
+            raise ModelError(f"parameter {name!r} is a DTensor of partial sums: redistribute it first")
+
+
 def check_compilable(model: nn.Module, config: Config) -> None:
     """Raise ModelError if the model is to be compiled, and a parameter has leaves other than itself."""
     inner = inner_leaves(model) if config.compile is not None else {}
-    for name, parameter in model.named_parameters() if inner else ():
-        if parameter in inner:
+    for name, parameter in model.named_parameters() if config.compile is not None else ():
+        if parameter in inner or is_distributed(parameter):
             raise ModelError(
                 f"parameter {name!r} is a {type(parameter).__name__}, whose inner tensors the engine's "
                 "compiler does not see: leave Config(compile=...) out"
@@ -262,12 +294,13 @@ def _layout(model: nn.Module, prepared: Prepared) -> str:
         text.append(f"unit {plan.name!r}")
         for name, parameter in plan.parameters:
             apart = sorted(prepared.apart.get(parameter, ()))
+            form = "" if apart else told.get(parameter, "")
             shape = f"differs along {', '.join(apart)}" if apart else tuple(parameter.shape)
             text.append(
                 f"{name} {shape} {parameter.dtype} requires_grad={parameter.requires_grad} "
                 f"param_group={prepared.param_group_of.get(parameter)} "
                 f"pretrained={deferred_init.promised(parameter)} cast={parameter in prepared.castable} "
-                f"exact={parameter in prepared.exact} {told.get(parameter, '')}"
+                f"exact={parameter in prepared.exact} {form}"
             )
     return "\n".join(text)
 
@@ -288,11 +321,6 @@ def _check_parameter(name: str, parameter: nn.Parameter, shapes_only: bool) -> N
         raise ModelError(
             f"parameter {name!r} is on the meta device and has no values; build the model under "
             "`with zero.init(config):` instead of torch.device('meta')"
-        )
-    if is_distributed(parameter):
-        raise ModelError(
-            f"parameter {name!r} is a DTensor, which wraps the tensors that hold its values; zero shards "
-            "plain parameters: remove fully_shard or tensor parallelism"
         )
 
 

@@ -10,11 +10,12 @@ from torch.optim import Optimizer
 
 from zero.config.training import Config
 from zero.drafts.offload_fit import check_offload
-from zero.errors import ConfigError
+from zero.errors import ConfigError, OptimizerError
 from zero.optimizer.checks import check_optimizer
 from zero.optimizer.joint import joint
 from zero.optimizer.stepping import Stepping, steppings
 from zero.sharding.autocast import cast_before_use
+from zero.sharding.distributed import divided_along, is_distributed
 from zero.sharding.exact import exact_parameters
 from zero.sharding.local import local_parameters
 from zero.sharding.units import UnitPlan, find_units
@@ -53,19 +54,34 @@ def prepare(
     optimizer: Optimizer | Sequence[Optimizer] | None,
     config: Config,
     for_graphs: bool,
+    dims: Collection[str] = (),
 ) -> Prepared:
     """Examine model, optimizer and settings; raise ConfigError or OptimizerError if they do not fit together.
 
-    for_graphs: make the units of compiled training, if the settings ask for it. Warnings name the line that
+    for_graphs: make the units of compiled training, if the settings ask for it. dims: of the job's mesh, if
+    there is one. Warnings name the line that
     called this function's caller.
     """
     plans = find_units(model, config.units, config.persistent_below)
     if for_graphs and config.compile is not None and config.stage == 3:
         plans = split_by_use(plans)
     exact = exact_parameters(model, config)
-    castable = cast_before_use(model, config) - exact
+    distributed = {p: frozenset(divided_along(p)) for p in model.parameters() if is_distributed(p)}
+    castable = cast_before_use(model, config) - exact - distributed.keys()
     optimizer = joint(optimizer)
     param_group_of = check_optimizer(optimizer, model, config)
     check_offload(model, optimizer, config)
     ways, apart = steppings(optimizer, config), local_parameters(model, config)
+    for parameter, along in distributed.items():
+        if along and dims:
+            apart[parameter] = apart.get(parameter, frozenset()) | along
+        if along and ways.get(parameter, Stepping()).whole:
+            raise OptimizerError(_BLOCKS)
     return Prepared(plans, exact, castable, optimizer, param_group_of, ways, apart)
+
+
+_BLOCKS = (
+    "the optimizer steps whole parameters, and some are DTensors, of which each rank would step its block as "
+    "if that were all: use an optimizer that works element by element, such as AdamW, and say "
+    "Config(whole_parameters=False) if zero does not know that of it"
+)

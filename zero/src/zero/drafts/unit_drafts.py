@@ -18,6 +18,7 @@ from zero.gradients.group_gradients import GradientPolicy
 from zero.optimizer.routes import share_out
 from zero.optimizer.stepping import GroupStepping, Stepping, of_unknown
 from zero.sharding import layout
+from zero.sharding.distributed import local_of
 from zero.sharding.gather_format import GatherOptions
 from zero.sharding.layout import ParameterSpec
 from zero.sharding.units import UnitPlan
@@ -224,7 +225,8 @@ def _candidate(
     beside: _StateBeside,
     resident: bool,
 ) -> PlacementRequest:
-    specs = [ParameterSpec(name, tuple(p.shape), p.stride(), p.numel()) for name, p in named]
+    local = [(name, local_of(parameter)) for name, parameter in named]
+    specs = [ParameterSpec(name, tuple(p.shape), p.stride(), p.numel()) for name, p in local]
     item, rule = kind.dtype.itemsize, kind.stepping.rule
     numel = layout.plan(
         specs, beside.shards(kind), item, block_of(kind.gather_options.quant_dtype)
@@ -268,7 +270,9 @@ class _StateBeside:
             return (shard_numel * math.ceil(max(kept.values())) * wide,) * ranks
         found = [0] * ranks
         for parameter, values in kept.items():
-            found[self._stepped_by.get(parameter, 0)] += math.ceil(parameter.numel() * values) * wide
+            found[self._stepped_by.get(parameter, 0)] += (
+                math.ceil(local_of(parameter).numel() * values) * wide
+            )
         return tuple(found)
 
 

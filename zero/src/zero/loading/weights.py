@@ -10,6 +10,7 @@ from torch import nn
 from zero.files.manifest import is_row_major
 from zero.files.names import Target
 from zero.loading.tensor_reader import TensorReader
+from zero.sharding.distributed import local_of
 from zero.sharding.flat_group import FlatGroup
 from zero.sharding.layout import ParameterSpec
 from zero.sharding.sharded_unit import ShardedUnit
@@ -26,7 +27,7 @@ def targets(module: nn.Module) -> list[Target]:
     """All parameters and persistent buffers. Parameters need not have values (sharded or deferred ones)."""
     entries = entries_of(module)
     parameters = [
-        Target(first, tuple(p.shape), p.is_floating_point(), tuple(aliases))
+        Target(first, tuple(local_of(p).shape), p.is_floating_point(), tuple(aliases))
         for p, (first, *aliases) in entries.parameters.items()
     ]
     return parameters + [

@@ -13,6 +13,7 @@ from zero.config.training import Config
 from zero.deferred import deferred_init
 from zero.drafts.unit_drafts import UnitDraft
 from zero.setup.initial_values import InitialValues
+from zero.sharding.distributed import local_of
 from zero.sharding.flat_group import FlatGroup
 from zero.sharding.guard import ANEW, NAME_ATTRIBUTE, REASON_ATTRIBUTE, abandon
 from zero.sharding.sharded_unit import ShardedUnit
@@ -69,7 +70,7 @@ def _build_unit(
 ) -> ShardedUnit:
     accelerator, plan = stores.accelerator, draft.plan
     awaited = all(deferred_init.promised(p) for _, p in plan.parameters)
-    nbytes = sum(p.numel() * g.kind.dtype.itemsize for g in draft.groups for _, p in g.named)
+    nbytes = sum(local_of(p).numel() * g.kind.dtype.itemsize for g in draft.groups for _, p in g.named)
     with room_for(accelerator, "to shard", plan.name, nbytes):
         deferred_init.materialize(p for _, p in plan.parameters)
         groups = [
@@ -96,8 +97,9 @@ def _build_unit(
         unit.finalize_shards()
     for name, parameter in (*plan.parameters, *plan.wrappers):
         parameter.grad = None
-        parameter.__dict__[NAME_ATTRIBUTE] = name
         parameter.__dict__.pop(REASON_ATTRIBUTE, None)
+        for each in (parameter, local_of(parameter)):
+            each.__dict__[NAME_ATTRIBUTE] = name
     return unit
 
 

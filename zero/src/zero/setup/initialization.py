@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from weakref import WeakKeyDictionary
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -14,7 +15,7 @@ from torch.optim import Optimizer
 import accelz
 from zero.communication.communicator import Communicator
 from zero.communication.grid import Grid
-from zero.communication.job import join
+from zero.communication.job import Arranged, join
 from zero.communication.mesh import Meshes
 from zero.config.training import Config, dtype_named
 from zero.drafts.aliases import check_aliases
@@ -22,6 +23,7 @@ from zero.drafts.arrangement import arrangement
 from zero.drafts.checks import (
     check_compilable,
     check_compilation,
+    check_distributed,
     check_dtypes,
     check_equal,
     check_flat_buffers,
@@ -97,9 +99,11 @@ def initialize(
     accelerator = accelz.current()
     check_movable(model, accelerator.device)
     check_compilable(model, config)
+    dims = None if arranged is None else arranged.grid.names
+    check_distributed(model, _data_ranks(arranged, process_group), dims)
     with held_back() as held:
         check_aliases(model)
-        prepared = prepare(model, optimizer, config, for_graphs=True)
+        prepared = prepare(model, optimizer, config, for_graphs=True, dims=dims or ())
     check_dtypes(prepared, config, accelerator)
     check_compilation(config, accelerator)
     budgeted = config.offload.budget("optimizer") is not None
@@ -150,6 +154,16 @@ def initialize(
             calls=calls,
         )
         return build_engine(model, sharded, stepper)
+
+
+def _data_ranks(arranged: Arranged | None, process_group: ProcessGroup | None) -> Sequence[int]:
+    """The numbers, among all ranks that were started, of those whose gradients are summed with this one's."""
+    if not dist.is_initialized():
+        return ()
+    if arranged is None:
+        return dist.get_process_group_ranks(process_group or dist.group.WORLD)
+    number = arranged.ranks.index(dist.get_rank())
+    return [arranged.ranks[each] for each in arranged.grid.part(number, arranged.grid.data)]
 
 
 def _move_buffers(

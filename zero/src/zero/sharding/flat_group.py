@@ -31,6 +31,7 @@ from zero.communication.mesh import Mesh
 from zero.communication.quantised import Quantised, Sent, block_of
 from zero.sharding import layout
 from zero.sharding.binding import Binding
+from zero.sharding.distributed import follow_dtype, local_of
 from zero.sharding.gather_format import EXACT, GatherFormat, GatherOptions
 from zero.sharding.layout import ParameterSpec
 from zero.sharding.shard_source import ShardSource
@@ -53,7 +54,8 @@ Pending = NamedHandle | SideStreamWork
 class FlatGroup:
     """A flat buffer: flattens its parameters when built; `finalize_shards()` leaves the shard, or both.
 
-    unit: the unit's name. Parameters keep their identity and are cast to `dtype`. mesh: the ranks that it is
+    unit: the unit's name. local: the tensors that have the parameters' values on this rank, see
+    `distributed`. Parameters keep their identity and are cast to `dtype`. mesh: the ranks that it is
     spread over. replicated: each of them has all of it as its one slice. placement: where its state goes.
     gather_options: what the values may be converted to on their way.
     """
@@ -76,7 +78,11 @@ class FlatGroup:
         self.trainable = self.parameters[0].requires_grad
         self.mesh = mesh
         shards, shard = (1, 0) if replicated else (mesh.shards.size, mesh.shards.rank)
-        specs = [ParameterSpec(name, tuple(p.shape), dense_stride(p), p.numel()) for name, p in named]
+        local = self.local = tuple(map(local_of, self.parameters))
+        specs = [
+            ParameterSpec(name, tuple(p.shape), dense_stride(p), p.numel())
+            for name, p in zip(self.names, local, strict=True)
+        ]
         self.layout = layout.plan(specs, shards, dtype.itemsize, block_of(gather_options.quant_dtype))
         self.window = self.layout.shard_slice(shard)
         self.pieces = self.layout.pieces(shard)
@@ -90,9 +96,9 @@ class FlatGroup:
         self._travelling: dict[GatherFormat, Quantised] = {}
         self._private: FlatBuffer | None = None
         # Masters start from the values as given, not from their 16-bit rounding.
-        wide = self.trainable and any(p.dtype.itemsize > dtype.itemsize for p in self.parameters)
+        wide = self.trainable and any(p.dtype.itemsize > dtype.itemsize for p in local)
         self.home: FlatBuffer = self._accelerator.flat_buffers.flatten(
-            self.parameters, self.layout.slots, self.layout.numel, torch.float32 if wide else dtype
+            local, self.layout.slots, self.layout.numel, torch.float32 if wide else dtype
         )
         self.binding = Binding(self.names, self.home)
         self.source = ShardSource(stores, unit, self.home.data[self.window])
@@ -151,6 +157,8 @@ class FlatGroup:
         for sub in self.subs:
             if not sub.has_record:
                 sub.record = Record(sub.tier, sub.shard)
+        for parameter in self.parameters:
+            follow_dtype(parameter)
 
     def _make_record(self, sub: SubGroup) -> None:
         dtype = at_least_fp32(self.dtype)

@@ -12,7 +12,6 @@ packed parameters of bitsandbytes. `register_form` tells of others.
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Any, cast
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zero.errors import ModelError, UsageError
+from zero.sharding.distributed import described, divided_along, is_distributed, local_of
 
 Leaves = Mapping[str, Tensor]
 """The tensors that hold a parameter's values, by what follows its name and a dot; "" for itself."""
@@ -128,6 +128,8 @@ def _leaves_of(module: nn.Module, parameter: nn.Parameter) -> Leaves | None:
     known: Leaves | None = parameter.__dict__.get(LEAVES_ATTRIBUTE)
     if known is not None:
         return known
+    if is_distributed(parameter) and not is_traceable_wrapper_subclass(local_of(parameter)):
+        return None
     found = _known_form(type(parameter))
     leaves = None if found is None else found[0](module, parameter)
     return None if leaves is None or list(leaves) == [""] else leaves
@@ -140,8 +142,13 @@ def _known_form(kind: type) -> tuple[Form, Description] | None:
 
 
 def descriptions(model: nn.Module) -> dict[nn.Parameter, str]:
-    """What tells the format of the parameters that have leaves inside, by leaf."""
-    found: dict[nn.Parameter, str] = {}
+    """What tells the format of the parameters that have leaves inside, by leaf, and which block a DTensor's
+    local tensor is."""
+    found = {
+        parameter: described(parameter)
+        for parameter in model.parameters()
+        if is_distributed(parameter) and divided_along(parameter)
+    }
     for parameter, leaves in inner_leaves(model).items():
         told = parameter.__dict__.get(_DESCRIPTION_ATTRIBUTE) or _described(parameter)
         found |= {as_parameter(leaf): f"{told}, {suffix}" for suffix, leaf in leaves.items()}
@@ -166,9 +173,11 @@ def _inside(tensor: Any, prefix: str) -> Iterator[tuple[str, Tensor]]:
     """Yield the innermost tensors of a wrapper by name."""
     for name in tensor.__tensor_flatten__()[0]:
         inner, path = getattr(tensor, name), prefix + name
+        if not isinstance(inner, Tensor):  # a DTensor's mesh
+            continue
         if is_traceable_wrapper_subclass(inner):
             yield from _inside(inner, f"{path}.")
-        elif inner is not None:
+        else:
             yield path, inner
 
 
@@ -183,12 +192,6 @@ def _told(tensor: Any) -> str:
 def has_own_dispatch(kind: type[Tensor]) -> bool:
     """Whether a class of tensors answers torch's operations itself, and may have no memory."""
     return kind.__torch_dispatch__ is not Tensor.__torch_dispatch__
-
-
-def is_distributed(tensor: Tensor) -> bool:
-    """Whether a tensor is a DTensor. Imports nothing: without the module, there is none."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def _of_params4bit(module: nn.Module, parameter: Any) -> Leaves:

@@ -8,6 +8,7 @@ from torch import nn
 
 from zero.config.training import Config
 from zero.errors import ConfigError
+from zero.sharding.forms import named_leaves
 
 
 def apart_of(name: str, config: Config) -> frozenset[str]:
@@ -24,10 +25,10 @@ def local_parameters(model: nn.Module, config: Config) -> dict[nn.Parameter, fro
     if not config.local_modules:
         return {}
     found: dict[nn.Parameter, frozenset[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    for name, parameter in named_leaves(model):
         if apart := apart_of(name, config):
             found[parameter] = found.get(parameter, frozenset()) | apart
-    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    names = [name for name, _ in named_leaves(model)]
     for pattern in config.local_modules:
         if not any(_matches(name, pattern) for name in names):
             raise ConfigError(

@@ -86,7 +86,9 @@ class ShardedUnit:
         self.wrappers = tuple(wrappers)
         mine = [p for group in groups for p in group.parameters]
         twins = [as_parameter(twin) for p in mine for twin in twins_of(p)]
-        self.guard = ParameterGuard(mine, (*wrappers, *twins))
+        pairs = [pair for group in groups for pair in zip(group.parameters, group.local, strict=True)]
+        local = [inner for parameter, inner in pairs if inner is not parameter]
+        self.guard = ParameterGuard(mine, (*wrappers, *twins, *local))
         self._pending: dict[GatherFormat, list[list[Pending]]] = {}  # one list for each group that has begun
         self._gathered: set[GatherFormat] = set()
         self._stale = False  # the weights changed: nothing gathered before may stay
@@ -125,7 +127,7 @@ class ShardedUnit:
         """Return whether one of `tensors` lies in parameter memory that a release would drop."""
         if self.resident:
             return False
-        buffers = {group.parameters[0].untyped_storage().data_ptr() for group in self.groups} - {0}
+        buffers = {group.local[0].untyped_storage().data_ptr() for group in self.groups} - {0}
         return any(_memory_of(tensor) in buffers for tensor in tensors)
 
     def forget_calls(self, keep: Iterable[Keep] = ()) -> None:

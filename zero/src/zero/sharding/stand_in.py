@@ -19,6 +19,7 @@ from torch.utils import _foreach_utils
 from torch.utils._pytree import tree_map
 
 from zero.errors import UsageError
+from zero.sharding.distributed import as_distributed, is_distributed, local_gradient
 from zero.sharding.guard import describe, is_metadata
 
 Multiplier = float | Tensor
@@ -133,13 +134,16 @@ class ShardedGradient(GradientStandIn):
     """Of a model's parameter."""
 
     def whole(self) -> Tensor:
-        """The gradient as a plain tensor. Collective."""
+        """The gradient as a plain tensor, or as a DTensor like the parameter. Collective."""
         parameter, held = self.of
-        return held.full(parameter).to(self.dtype)
+        return as_distributed(parameter, held.full(parameter).to(self.dtype))
 
     def full_tensor(self) -> Tensor:
-        """`whole`, by the name that it has where gradients are DTensors. Collective."""
-        return self.whole()
+        """`whole`, by the name that it has where gradients are DTensors. Collective; of a DTensor's gradient
+        all its blocks, over its own mesh, too."""
+        whole: Any = self.whole()
+        full: Tensor = whole.full_tensor() if is_distributed(whole) else whole
+        return full
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -353,7 +357,7 @@ def _answer_whole(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
     for target in targets:
         if isinstance(target, ShardedGradient):
             parameter, held = target.of
-            held.put(parameter, wholes[id(target)])
+            held.put(parameter, local_gradient(parameter, wholes[id(target)]))
     return args[0] if changes else kwargs.get("out", result)
 
 

@@ -11,6 +11,7 @@ from zero.communication.communicator import Communicator
 from zero.config.training import Config
 from zero.gradients.group_gradients import GroupGradients
 from zero.gradients.reducer import GradientReducer
+from zero.sharding.distributed import is_distributed, local_gradient
 from zero.tiers.tier import wanted
 from zero.training_pass.training_pass import TrainingPass
 from zero.training_pass.unit_hooks import UnitHooks
@@ -51,12 +52,16 @@ def _receiver(training_pass: TrainingPass, gradients: GroupGradients, index: int
     """
     pass_alive, gradients_alive = weakref.ref(training_pass), weakref.ref(gradients)
 
+    distributed = is_distributed(gradients.group.parameters[index])
+
     def receive(parameter: Tensor) -> None:
         alive, place = pass_alive(), gradients_alive()
         if alive is not None and place is not None:
             gradient, parameter.grad = parameter.grad, None
             if gradient is not None:  # None: there is none, or a compiled graph has handed it over
                 graphless = gradient.detach() if gradient.requires_grad else gradient  # create_graph=True
+                if distributed:
+                    graphless = local_gradient(parameter, graphless)
                 alive.receive(place, index, graphless)
 
     return receive

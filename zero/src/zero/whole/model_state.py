@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from io import BytesIO
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from accelz import HOST
 from zero.errors import StateError, some
+from zero.sharding.distributed import as_distributed, block_of, is_distributed
 from zero.sharding.flat_group import FlatGroup
 from zero.sharding.selection import EVERYTHING, Selection
 from zero.sharding.sharded_unit import ShardedUnit
@@ -38,7 +39,8 @@ def read(
             if full_parameters.is_source:
                 for index, parameter in enumerate(group.parameters):
                     if parameter in wanted:
-                        values[parameter] = view_of(full, group, index).to(HOST, copy=True).contiguous()
+                        mine = view_of(full, group, index).to(HOST, copy=True).contiguous()
+                        values[parameter] = as_distributed(parameter, mine)
     if not full_parameters.is_source:
         return {}
     return {
@@ -65,11 +67,12 @@ def load(
     problem = _no_state(state) if full_parameters.is_source else ""
     state = dict(state) if full_parameters.is_source and state is not None and not problem else {}
     entries = entries_of(model)
+    blocks = {name: p for name, p in entries.by_name.items() if is_distributed(p)}
     groups = [group for unit in full_parameters.units for group in unit.groups]
     own = {p: name for group in groups for name, p in zip(group.names, group.parameters, strict=True)}
     rest, packed = {name: state[name] for name in entries.rest if name in state}, BytesIO()
     if full_parameters.is_source:
-        problem = problem or _misfits(model, state, strict) or _pack(rest, packed)
+        problem = problem or _misfits(model, state, strict, blocks) or _pack(rest, packed)
     gather = full_parameters.communicator.all_gather_object
     if problem := next(filter(None, gather(problem)), ""):
         raise StateError(f"the state dict does not fit the model: {problem}")
@@ -77,6 +80,7 @@ def load(
     every = gather(sorted(given) if full_parameters.is_source else None)
     present = set.intersection(*(set(names) for names in every if names is not None))
     rest = _shared(full_parameters, packed)
+    given |= {own[p]: block_of(p, state[name]) for name, p in blocks.items() if own.get(p) in given}
     before_change()
     with full_parameters.communicator.together():
         for unit in full_parameters.units:
@@ -122,7 +126,9 @@ def _copied(value: Any) -> Any:
     return value.detach().to(HOST, copy=True) if isinstance(value, Tensor) else value
 
 
-def _misfits(model: nn.Module, state: Mapping[str, Any], strict: bool) -> str:
+def _misfits(
+    model: nn.Module, state: Mapping[str, Any], strict: bool, blocks: Mapping[str, nn.Parameter]
+) -> str:
     expected = state_of(model)
     shapes = [
         f"{n}: {tuple(state[n].shape)} instead of {tuple(e.shape)}"
@@ -132,13 +138,20 @@ def _misfits(model: nn.Module, state: Mapping[str, Any], strict: bool) -> str:
     strange = [
         n
         for n, e in expected.items()
-        if isinstance(e, Tensor) and n in state and not _is_whole_tensor(state[n])
+        if isinstance(e, Tensor) and n in state and not _fits(state[n], blocks.get(n))
     ]
     problems = {"with a different shape": shapes, "not a dense tensor with all its values": strange}
     if strict:
         problems["missing"] = [n for n in expected if n not in state]
         problems["unexpected"] = [n for n in state if n not in expected]
     return "; ".join(f"{what}: {some(names)}" for what, names in problems.items() if names)
+
+
+def _fits(value: Any, of: nn.Parameter | None) -> bool:
+    """of: the DTensor whose values they are to be, which may be given as one that is laid out alike."""
+    if of is None or not is_distributed(value):
+        return _is_whole_tensor(value)
+    return bool(value.placements == cast(Any, of).placements)
 
 
 def _is_whole_tensor(value: Any) -> bool:

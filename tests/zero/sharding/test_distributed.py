@@ -1,0 +1,268 @@
+"""Models whose parameters are DTensors over other dimensions than the engine's: tensor parallelism."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+import zero
+from accelz.conformance.cluster import Clusters, Context
+from tests.zero.helpers.loops import train_on
+from tests.zero.helpers.optimizers import sgd
+from tests.zero.helpers.training import adamw, relative_error
+
+WIDTH, HIDDEN, BLOCKS = 12, 10, 2
+STEPS, CLIP = 3, 0.05
+pytestmark = pytest.mark.host  # meshes of gloo's
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+def whole() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block() for _ in range(BLOCKS)), nn.Linear(WIDTH, 3))
+
+
+def parallel(mesh: DeviceMesh) -> nn.Module:
+    """The same values; of the last layer every rank has all, as a DTensor."""
+    model = whole()
+    for block in list(model.children())[:BLOCKS]:
+        parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    parallelize_module(
+        model, mesh, {str(BLOCKS): ColwiseParallel(output_layouts=Replicate(), use_local_output=True)}
+    )
+    return model
+
+
+class Sequence(nn.Module):
+    """Blocks between which ranks have parts of the tokens: gradients of norms come as partial sums."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.mesh, self.layers = mesh, whole()
+        plan = {
+            "norm": SequenceParallel(sequence_dim=0, use_local_output=False),
+            "up": ColwiseParallel(input_layouts=Shard(0)),
+            "down": RowwiseParallel(output_layouts=Shard(0), use_local_output=False),
+        }
+        for block in list(self.layers.children())[:BLOCKS]:
+            parallelize_module(block, mesh, plan)
+        parallelize_module(self.layers, mesh, {str(BLOCKS): ColwiseParallel(output_layouts=Replicate())})
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts: Tensor = distribute_tensor(x, self.mesh, [Shard(0)], src_data_rank=None)
+        found: Tensor = self.layers(parts)
+        return found
+
+
+def loss_of(model: nn.Module, data: int, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + data)
+    x = torch.randn(5, WIDTH, generator=generator)
+    dtype = next(p.dtype for p in model.parameters())
+    return model(x.to(dtype)).float().square().mean()
+
+
+def unsharded(data: int, clip: float = 1e9) -> tuple[list[list[float]], list[float], dict[str, Tensor]]:
+    """Losses by step and rank with other data, the norms, and the weights that there are in the end."""
+    model = whole()
+    optimizer, told, norms = sgd(model), [], []
+    for step in range(STEPS):
+        losses = [loss_of(model, rank, step) for rank in range(data)]
+        torch.stack(losses).mean().backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), clip)))
+        optimizer.step()
+        optimizer.zero_grad()
+        told.append([loss.item() for loss in losses])
+    return told, norms, {name: value.detach() for name, value in model.state_dict().items()}
+
+
+def train(engine: zero.Engine, model: nn.Module, data: int) -> list[float]:
+    losses = []
+    for step in range(STEPS):
+        loss = loss_of(model, data, step)
+        train_on(engine, loss)
+        losses.append(loss.item())
+    return losses
+
+
+def full(value: Tensor) -> Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def compared(engine: zero.Engine, model: nn.Module, weights: dict[str, Tensor]) -> float:
+    """The largest relative error of a weight, whole over the mesh."""
+    with zero.gathered(model):
+        found = {name: full(p.detach()).float() for name, p in model.named_parameters()}
+    return max(float((found[n] - w).norm() / (w.norm() + 1e-12)) for n, w in weights.items())
+
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    **{f"stage {stage}": {"stage": stage} for stage in range(4)},
+    "host": {"offload": zero.Offload(params="host", optimizer="host")},
+    "autocast": {},
+    "bf16": {"precision": "bf16"},
+}
+
+
+def tensor_body(context: Context) -> dict[str, float]:
+    data = dist.get_world_size() // 2
+    mesh = init_device_mesh("cpu", (data, 2), mesh_dim_names=("dp", "tp"))
+    mine = mesh.get_local_rank("dp")
+    told, _, weights = unsharded(data)
+    wanted = [each[mine] for each in told]
+    errors = {}
+    for name, settings in CONFIGS.items():
+        model = parallel(mesh["tp"])
+        ids, kinds = [id(p) for p in model.parameters()], [type(p) for p in model.parameters()]
+        engine = zero.initialize(
+            model, sgd(model), zero.Config(timeout=20, **settings), process_group=mesh.get_group("dp")
+        )
+        with torch.autocast("cpu", torch.bfloat16, enabled=name == "autocast"):
+            errors[f"{name}: losses"] = relative_error(train(engine, model, mine), wanted)
+        errors[f"{name}: weights"] = compared(engine, model, weights)
+        with zero.gathered(model):
+            assert [id(p) for p in model.parameters()] == ids
+            assert [type(p) for p in model.parameters()] == kinds
+            assert {p.dtype for p in model.parameters()} == {
+                torch.bfloat16 if name == "bf16" else torch.float32
+            }
+    return errors
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_tensor_parallel_models_train_as_one_process(cluster: Clusters, ranks: int) -> None:
+    for errors in cluster(ranks).run(tensor_body):
+        for name, error in errors.items():
+            assert error < (0.03 if "bf16" in name or "autocast" in name else 1e-5), (name, error)
+
+
+def mesh_body(context: Context) -> dict[str, float]:
+    """All ranks are one job: one norm, which counts each block once."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mine = mesh.get_local_rank("dp")
+    errors = {}
+    for stage, by_program in ((1, True), (3, False)):
+        model, norms = Sequence(mesh["tp"]), []
+        told, wanted_norms, weights = unsharded(2, CLIP)
+        config = zero.Config(timeout=20, stage=stage, clip_norm=None if by_program else CLIP)
+        engine = zero.initialize(model, sgd(model), config, mesh=mesh, data_dims="dp")
+        losses = []
+        for step in range(STEPS):
+            loss = loss_of(model, mine, step)
+            if by_program:
+                loss.backward()
+                norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
+                engine.optimizer.step()
+                engine.optimizer.zero_grad()
+            else:
+                train_on(engine, loss)
+                norms.append(float(engine.grad_norm or 0))
+            losses.append(loss.item())
+        errors[f"{stage}: losses"] = relative_error(losses, [each[mine] for each in told])
+        errors[f"{stage}: norms"] = relative_error(norms, wanted_norms)
+        errors[f"{stage}: weights"] = compared(engine, model, {f"layers.{n}": w for n, w in weights.items()})
+    return errors
+
+
+def test_a_mesh_with_tensor_parallelism_has_one_norm(cluster: Clusters) -> None:
+    for errors in cluster(4).run(mesh_body):
+        assert max(errors.values()) < 1e-5, errors
+
+
+def values_body(context: Context, folder: str) -> None:
+    """Values in and out."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mine, part = mesh.get_local_rank("dp"), mesh.get_local_rank("tp")
+    group = mesh.get_group("dp")
+    model = parallel(mesh["tp"])
+    model[0].up.bias.requires_grad_(False)
+    engine = zero.initialize(model, sgd(model), zero.Config(timeout=20), process_group=group)
+    weight, before = model[0].up.weight, whole()[0].up.weight.detach()
+    for use in (lambda: weight + 1, lambda: weight.to_local() + 1, weight.full_tensor):
+        with pytest.raises(zero.ShardedParameterError, match=r"0\.up\.weight"):
+            use()
+    assert (weight.shape, weight.placements) == ((HIDDEN, WIDTH), (Shard(0),))
+    loss_of(model, mine, 0).backward()
+    gradient = weight.grad
+    assert isinstance(gradient, Tensor)
+    assert gradient.shape == weight.shape
+    reference = whole()
+    torch.stack([loss_of(reference, rank, 0) for rank in range(2)]).mean().backward()
+    expected = reference[0].up.weight.grad
+    torch.testing.assert_close(gradient.full_tensor(), expected)  # type: ignore[attr-defined]
+    torch.testing.assert_close(full(engine.full_gradient("0.up.weight")), expected)
+    torch.testing.assert_close(full(engine.full_master("0.up.weight")), before)
+    engine.optimizer.step()
+    engine.optimizer.zero_grad()
+    state = engine.state_dict()
+    assert bool(state) == (mine == 0)
+    if state:
+        assert isinstance(state["0.up.weight"], DTensor)
+        torch.testing.assert_close(full(state["0.up.bias"]), whole()[0].up.bias.detach())
+    engine.save_checkpoint(f"{folder}/{part}")
+    engine.save_checkpoint(f"{folder}/even {part}", include="0.*")
+    engine.load_state_dict(whole().state_dict())  # whole tensors, of which each takes its block
+    torch.testing.assert_close(full(engine.full_master("0.up.weight")), before)
+    engine.load_checkpoint(f"{folder}/{part}")
+    after = full(engine.full_master("0.up.weight"))
+    assert not torch.equal(after, before)
+    engine.load_state_dict(whole().state_dict())
+    engine.load_state_dict(state)
+    assert torch.equal(full(engine.full_master("0.up.weight")), after)
+    with zero.gathered(weight, write_rank=0), torch.no_grad():
+        weight.mul_(2)
+    torch.testing.assert_close(full(engine.full_master("0.up.weight")), 2 * after)
+    with pytest.raises(zero.StateError, match=r"was saved as block \(\d,\) of \(2,\) of"):
+        engine.load_checkpoint(f"{folder}/even {1 - part}", weights_only=True)
+
+
+def test_values_go_in_and_out_by_blocks(cluster: Clusters, tmp_path: Any) -> None:
+    cluster(4).run(values_body, folder=str(tmp_path))
+
+
+def refused_body(context: Context) -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    model = whole()
+    fully_shard(model, mesh=mesh)
+    with pytest.raises(zero.ModelError, match=r"is a DTensor over ranks with different data.*fully_shard"):
+        zero.initialize(model, sgd(model))
+    other = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    model = parallel(other["tp"])
+    group = other.get_group("dp")
+    with pytest.raises(zero.ModelError, match=r"divided along .*tp.* no dimension of the mesh"):
+        zero.initialize(
+            model, sgd(model), mesh=init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b")), data_dims="a"
+        )
+    with pytest.raises(zero.ModelError, match=r"'0\.up\.weight' is a DTensor, whose .*compile"):
+        zero.initialize(model, sgd(model), zero.Config(compile=True), process_group=group)
+    matrices = torch.optim.Muon([p for p in model.parameters() if p.dim() == 2])
+    rest = adamw(nn.ParameterList(p for p in model.parameters() if p.dim() != 2))
+    with pytest.raises(
+        zero.OptimizerError, match="some are DTensors, of which each rank would step its block"
+    ):
+        zero.initialize(model, [matrices, rest], process_group=group)
+
+
+def test_what_is_refused(cluster: Clusters) -> None:
+    cluster(2).run(refused_body)
