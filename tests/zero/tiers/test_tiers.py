@@ -24,6 +24,7 @@ from zero.tiers.placement import Placement, PlacementRequest, Placer
 from zero.tiers.tier import ON_DEVICE, ON_DISK, ON_HOST, Tier
 
 STEPS = 6
+TWO = (torch.float32, torch.float32)  # moments
 
 
 def two_kernels(model: nn.Module) -> Any:
@@ -211,7 +212,7 @@ def placed(
 ) -> list[Placement]:
     """Of groups whose shards are of these sizes."""
     placer = Placer(offload, ON_HOST)
-    return placer.place([PlacementRequest(n, item_bytes, 2, True, False, 2, divisible) for n in sizes])
+    return placer.place([PlacementRequest(n, item_bytes, 2, True, False, TWO, divisible) for n in sizes])
 
 
 def elements(placements: Sequence[Placement]) -> dict[Tier, int]:
@@ -263,10 +264,10 @@ def test_what_no_kernel_steps_is_not_cut() -> None:
 def test_what_one_rank_alone_keeps_counts_for_the_budget(spare: int, whole: int) -> None:
     """Two groups stepped whole by different ranks, then records that a kernel steps, for what is left."""
     own = [(4000, 0, 800), (0, 4000, 800)]
-    mine = [PlacementRequest(1000, 2, 2, True, False, 0, False, each) for each in own]
+    mine = [PlacementRequest(1000, 2, 2, True, False, (), False, each) for each in own]
     budget = 2 * 4000 + 4000 + spare
     offload = zero.Offload(optimizer="host", host_budget=budget)
-    *wholes, last = Placer(offload, ON_HOST).place([*mine, PlacementRequest(6400, 2, 2, True, False, 2)])
+    *wholes, last = Placer(offload, ON_HOST).place([*mine, PlacementRequest(6400, 2, 2, True, False, TWO)])
     assert [p.optimizer for p in wholes].count(((1000, ON_HOST),)) == whole
     free = budget - 8000 if whole == 1 else 0
     assert elements([last]).get(ON_HOST, 0) == free // 12 // 64 * 64
