@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -92,7 +92,7 @@ class Config(Validated):
     stage: Literal[0, 1, 2, 3] = 3
     precision: Literal["model", "fp32", "bf16", "fp16"] = "model"
     shard_ranks: int | None = Field(default=None, ge=2)
-    local_modules: dict[str, str] = Field(default_factory=dict)
+    local_modules: Converted[tuple[tuple[str, str], ...], Mapping[str, str]] = held(())
     gradient_accumulation_steps: int | None = Field(default=None, ge=1)
     accumulate: Literal["sharded", "local"] = "sharded"
     reduce_dtype: Literal["fp32", "bf16", "fp16"] | None = None
@@ -120,6 +120,11 @@ class Config(Validated):
         if isinstance(value, bool):  # which equals 0 or 1
             raise ValueError("must be 0, 1, 2 or 3")
         return value
+
+    @field_validator("local_modules", mode="before")
+    @classmethod
+    def _as_pairs(cls, value: Any) -> Any:
+        return tuple(value.items()) if isinstance(value, Mapping) else value
 
     @field_validator("units", "autocast_modules", mode="before")
     @classmethod

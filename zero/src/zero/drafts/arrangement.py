@@ -69,10 +69,10 @@ def _arranged(
         )
     if shards != data and config.stage == 0:
         raise ConfigError("shard_dims: at stage 0 every rank has the whole model; set stage=1, 2 or 3")
-    for pattern, dim in config.local_modules.items():
+    for pattern, dim in config.local_modules:
         if dim not in names:
             raise ConfigError(f"local_modules={{{pattern!r}: {dim!r}}}: {_unknown(dim, names)}")
-    stages = frozenset(dim for pattern, dim in config.local_modules.items() if pattern == "*") - data
+    stages = frozenset(dim for pattern, dim in config.local_modules if pattern == "*") - data
     started = [int(rank) for rank in mesh.mesh.flatten()]
     ranks = tuple(sorted(started))
     numbers = {rank: number for number, rank in enumerate(ranks)}

@@ -13,7 +13,7 @@ from zero.sharding.forms import named_leaves
 
 def apart_of(name: str, config: Config) -> frozenset[str]:
     """The dimensions of the mesh along which a parameter or buffer of this name differs."""
-    found = (dim for pattern, dim in config.local_modules.items() if _matches(name, pattern))
+    found = (dim for pattern, dim in config.local_modules if _matches(name, pattern))
     return frozenset(found)
 
 
@@ -29,7 +29,7 @@ def local_parameters(model: nn.Module, config: Config) -> dict[nn.Parameter, fro
         if apart := apart_of(name, config):
             found[parameter] = found.get(parameter, frozenset()) | apart
     names = [name for name, _ in named_leaves(model)]
-    for pattern in config.local_modules:
+    for pattern, _ in config.local_modules:
         if not any(_matches(name, pattern) for name in names):
             raise ConfigError(
                 f"local_modules: no module with parameters is named {pattern!r}; write names as in "
