@@ -30,6 +30,7 @@ LOOPS: Runs = {
         {"settings": {"gradient_accumulation_steps": 3}, "clip_value": 1e-3, "epochs": 2},
     ),
     "metrics": (loops.evaluated, {}),
+    "chosen_by_accelz": (loops.trained, {"told": False}),
 }
 TRAINERS: Runs = {
     "trainer": (trainer_runs.trained, {"settings": {"gradient_accumulation_steps": 3}}),

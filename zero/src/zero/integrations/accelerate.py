@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import accelerate
+import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 from torch import distributed as dist
@@ -32,8 +33,22 @@ PRIVATE = ("_models", "_optimizers", "_schedulers")
 """Attributes of Accelerate's Accelerator that are used here and are no public names. Of AcceleratedOptimizer
 it is `__setstate__`, which looks for the optimizer's step anew."""
 
+DEVICE = "ACCELERATE_TORCH_DEVICE"
 _ENGINE = "_zero_engine"  # an attribute of models and optimizers: an engine lives as long as they do
 _OTHERS = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA")
+
+
+def _with_extension(options: dict[str, Any]) -> dict[str, Any]:
+    """Accelerate's options, by which it uses a device that is a vendor's extension of torch, too.
+
+    Its way for a device that it may not know is a variable of the environment, beside `cpu`, which the first
+    Accelerator of a process heeds. It gets no number: the engine makes each rank's device the current one.
+    """
+    kind = accelz.current().device.type
+    if kind != torch._C._get_privateuse1_backend_name() or DEVICE in os.environ:
+        return options
+    os.environ[DEVICE] = kind
+    return {"cpu": True} | options
 
 
 class Accelerator(accelerate.Accelerator):
@@ -50,7 +65,7 @@ class Accelerator(accelerate.Accelerator):
     _optimizers: list[Any]
 
     def __init__(self, *args: Any, zero_config: Config | None = None, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+        super().__init__(*args, **_with_extension(kwargs))
         self._begin(zero_config)
 
     @classmethod
@@ -89,7 +104,7 @@ class Accelerator(accelerate.Accelerator):
         if self.device.type != device.type:
             raise ConfigError(
                 f"Accelerate uses {self.device}, but accelz {device}: choose the same device by "
-                "ACCELERATE_TORCH_DEVICE or cpu=True, and by ACCELZ_DEVICE"
+                f"{DEVICE} or cpu=True, and by ACCELZ_DEVICE"
             )
 
     def engine_of(self, prepared: nn.Module | Optimizer) -> Engine | None:
