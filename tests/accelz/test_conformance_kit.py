@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import subprocess
 import sys
 from functools import cache
@@ -200,6 +201,8 @@ def test_the_kit_uses_nothing_that_is_not_declared(tmp_path: Path) -> None:
     code, summary = forked.check(tmp_path, "do_not_fit or protects or finds_no_room")
     assert summary["failures"] == []
     assert code == 0
+    last = json.loads((tmp_path / "report.jsonl").read_text().splitlines()[-1])
+    assert (last["event"], last["capabilities"]) == ("summary", summary["capabilities"])
 
 
 def test_nobody_is_advised_to_declare_what_has_further_duties(round_report: Any) -> None:

@@ -85,7 +85,7 @@ def test_a_process_that_crashes_when_all_is_done_does_not_pass(tmp_path: Path) -
     report, notes = tmp_path / "report.jsonl", tmp_path / "notes"
     events: list[dict[str, Any]] = [
         {"event": "result", "test": "x::test_one", "outcome": "passed"},
-        {"event": "finished"},
+        {"event": "summary", "passed": 1, "failed": 0, "failures": []},
     ]
     report.write_text("".join(f"{json.dumps(event)}\n" for event in events))
     ended = runner.Ended(-11, "", silent=False)

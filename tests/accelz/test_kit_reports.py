@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from accelz import AccelzError
-from accelz.conformance import comparison, results
+from accelz.conformance import comparison, progress, results
+from accelz.conformance.operators import operator
 from accelz.conformance.results import Setting, Verdict
 
 from .fake_distribution import check, environment, good, install
@@ -72,6 +73,12 @@ def test_a_file_that_is_no_report_of_this_backend(tmp_path: Path, text: str, sai
     path.write_text(text)
     with pytest.raises(AccelzError, match=said):
         comparison.read(path, "foo")
+
+
+def test_an_operator_that_hangs_or_crashes_is_known_by_its_name() -> None:
+    with operator("torch.add", "must run"):
+        assert progress.now() == "torch.add"
+    assert progress.now() == ""
 
 
 @pytest.mark.slow

@@ -12,6 +12,9 @@ of their own, overrides or adds tests, and runs pytest there with the same optio
     class TestMemory(MemoryContract):
         def test_the_pool_is_shared(self, accelerator): ...
 
+torch's operators on the device are compared with the host's (`test_operators`), and a small model is trained
+(`test_training`).
+
 A capability that is declared and does not work is a failure. One that works but is not declared is a warning
 (`UndeclaredCapabilityWarning`). A test is skipped only if a capability that it needs is not declared.
 """

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from accelz.conformance import progress
 from accelz.conformance.contract import ContractBroken, expect, expect_close, missing_operator, stack_of
 
 Tier = Literal["core", "training"]
@@ -99,9 +100,11 @@ class Operator:
 
 @contextmanager
 def operator(name: str, expected: str) -> Iterator[None]:
-    """Report what an operator raises as its broken contract; a missing one is left to the report, by name."""
+    """Report what an operator raises as its broken contract, and name it if it hangs or crashes in the block.
+    A missing one is left to the report, which names it as torch does."""
     try:
-        yield
+        with progress.running(name):
+            yield
     except ContractBroken:
         raise
     except Exception as error:

@@ -79,7 +79,7 @@ class Reporter:
             self._write({"event": "result", **asdict(verdict)})
 
     def pytest_sessionfinish(self) -> None:
-        self._write({"event": "finished"})
+        self._write({"event": "summary", **self.summary()})
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         if self._target:

@@ -160,7 +160,8 @@ class TrainingOperatorsContract:
         expect_close(kept, want, DROPOUT, "what is kept must be scaled by 1 / (1 - p)", rtol=bound, do=FIX)
         expected = "its gradient must have the forward's mask and scale"
         expect_close(values.grad, want, DROPOUT, expected, rtol=bound, do=FIX)
-        expect(F.dropout(values, 0.25, training=False) is not None, DROPOUT, "must run in evaluation")
+        evaluated = F.dropout(values, 0.25, training=False)
+        expect_close(evaluated, values, DROPOUT, "must change nothing in evaluation", do=FIX)
 
     @about(DROPOUT)
     def test_dropout_draws_from_the_generator(self, accelerator: Accelerator) -> None:
@@ -245,7 +246,7 @@ class TrainingOperatorsContract:
         expect_close(results[1], 2 * results[0], AUTOCAST, expected, bound, bound, do)
 
     @about("torch.optim")
-    @pytest.mark.parametrize("kind", ["AdamW", "Adam", "SGD", "Adagrad"])
+    @pytest.mark.parametrize("kind", ["AdamW", "Adam", "SGD"])
     @pytest.mark.parametrize("way", ["one by one", "foreach", "fused"])
     def test_optimizers(self, accelerator: Accelerator, kind: str, way: str) -> None:
         """torch's optimizers step as on the host, parameter by parameter, foreach and fused."""
