@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
+from tests.zero.helpers.autocast_models import once
 from tests.zero.helpers.models import WIDTH, Block, Stack, features, fresh, language_loss
 from tests.zero.helpers.training import adamw
 
@@ -206,3 +208,43 @@ def scaled_body(context: Context) -> None:
 
 def test_a_loss_scale_needs_the_engines_backward(cluster: Clusters) -> None:
     cluster(2).run(scaled_body)
+
+
+def adapted_body(context: Context, stage: int, checkpointed: bool) -> list[float]:
+    """Train matrices of a frozen model under autocast, where all gradients are 16 bits wide, as an adapter's
+    are. torch.autograd.grad of an input is no backward."""
+    torch.manual_seed(3)
+    model = once().requires_grad_(False)
+    for block in model.blocks:
+        block.up.weight.requires_grad_(True)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=1.0)
+    config = zero.Config(stage=stage, gradient_accumulation_steps=None, reduce_dtype="fp32", timeout=20)
+    engine = zero.initialize(model, optimizer, config)
+    embedded: list[Tensor] = []
+    model.embedding.register_forward_hook(lambda _, inputs, made: embedded.append(made.requires_grad_()))
+    if checkpointed:
+        model.blocks[1].forward = partial(checkpoint, model.blocks[1].forward, use_reentrant=False)
+    losses = []
+    for step in range(6):
+        with torch.autocast(context.accelerator.device.type, torch.bfloat16):
+            loss = language_loss(model, step, context.rank)
+        assert torch.autograd.grad(loss, embedded[-1], retain_graph=True)[0].any()
+        loss.backward()
+        losses.append(loss.item())
+        if step % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert engine.steps == 3
+    return losses
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_a_backward_begins_where_all_gradients_are_of_another_dtype(
+    cluster: Clusters, checkpointed: bool
+) -> None:
+    sharded, whole = (
+        cluster(2).run(adapted_body, stage=stage, checkpointed=checkpointed) for stage in (3, 2)
+    )
+    assert sharded == whole
+    assert sharded[0][0] != sharded[0][4]

@@ -11,6 +11,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from accelz import HOST
 from zero.sharding.gather_format import GatherFormat
@@ -81,14 +82,16 @@ class CallEdges:
     keep one of its own outputs. So neither this nor the call holds the unit: a cycle would never be freed.
 
     inputs: producers of its inputs, until its backward is over. outputs: the tensors it has made, while they
-    exist. produced: its inputs that have producers. recomputed: it runs in a backward, whose thread counts
-    nodes for itself.
+    exist. receivers: the nodes in which parameters get gradients of another dtype than they have outside of
+    the call; torch forgets them when the parameters have their own dtype back. produced: its inputs that have
+    producers. recomputed: it runs in a backward, whose thread counts nodes for itself.
     """
 
     def __init__(self, call: Call, produced: Sequence[Tensor], recomputed: bool) -> None:
         self.call = call
         self.inputs = [tensor.grad_fn for tensor in produced if tensor.grad_fn is not None]
         self.outputs: list[ref[Tensor]] = []
+        self.receivers: list[Any] = []
         call.newest_input = max(map(number_of, produced), default=-1)
         call._edges = ref(self)
         self._recomputed = recomputed
@@ -102,6 +105,16 @@ class CallEdges:
         the numbers of its outputs.
         """
         return self.call.start if self._passes_on and not self._recomputed else -1
+
+    def keep_receivers(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Note the parameters' receivers, while they have the dtype that the call computes in."""
+        if self.call.fmt.dtype is not None:
+            with torch._C.DisableTorchFunctionSubclass():
+                self.receivers = [get_gradient_edge(p).node for p in parameters if p.requires_grad]
+
+    def gives_gradients(self) -> bool:
+        """Return whether the running task comes to a receiver."""
+        return _any_runs(self.receivers)
 
     def is_in_graph(self) -> bool:
         """Return whether the running task goes through the call, from its outputs to its inputs."""

@@ -443,7 +443,9 @@ class TrainingPass(Uncopied):
             parameters = [p for group in trainable for p in group.parameters if p.requires_grad]
             nodes = (get_gradient_edge(parameter).node for parameter in parameters)
             try:
-                given = any(map(torch._C._will_engine_execute_node, nodes))
+                given = any(map(torch._C._will_engine_execute_node, nodes)) or any(
+                    edges.gives_gradients() for calls in self.calls for edges in calls.in_graphs
+                )
             except RuntimeError:  # torch.autograd.grad with respect to a parameter
                 return False
         return given or (bool(parameters) and self._without_graph and torch.autograd._is_checkpoint_valid())

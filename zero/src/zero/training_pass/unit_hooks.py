@@ -172,6 +172,7 @@ class UnitHooks(Uncopied):
         bases = [t._base for t in made if t._base is not None and edges.has_made(t._base)]
         for tensor in (*made, *bases):
             self._pass.follow(tensor, edges)
+        edges.keep_receivers(self._calls.parameters)
         self._calls.in_graphs.add(edges)
         self._calls.open_ended |= edges.call.newest_input < 0 and self._calls.in_order is None
         edges.outputs = [weakref.ref(tensor) for tensor in made]
