@@ -12,6 +12,8 @@ import pytest
 
 from accelz.conformance.cluster import Clusters
 from tests.frameworks import accelerate_loops as loops
+from tests.frameworks import trainer_runs
+from tests.frameworks.jobs import assert_same_log
 
 PROGRAM = Path(__file__).with_name("launched.py")
 LAUNCHERS = {
@@ -24,8 +26,11 @@ LAUNCHERS = {
 def test_a_launched_program_trains(cluster: Clusters, tmp_path: Path, launcher: str) -> None:
     out = tmp_path / "log.json"
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", *LAUNCHERS[launcher], str(PROGRAM), str(out)]
+    command = [sys.executable, "-m", *LAUNCHERS[launcher], str(PROGRAM), str(out), str(tmp_path)]
     subprocess.run(command, env=environment, cwd=tmp_path, check=True, timeout=120)
+    found = json.loads(out.read_text())
     wanted = cluster(2).run(loops.trained, stage=3, clip_norm=0.5, epochs=2)[0]["log"]
-    for key, values in json.loads(out.read_text()).items():
+    for key, values in found["loop"].items():
         assert values == pytest.approx(wanted[key], rel=1e-6), key
+    logged = cluster(2).run(trainer_runs.trained, stage=3, directory=str(tmp_path))[0]["log"]
+    assert_same_log(found["trainer"], logged[: len(found["trainer"])], 1e-6)

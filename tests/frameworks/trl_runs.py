@@ -101,7 +101,7 @@ def fine_tuned(
     context: Context, stage: int | None, directory: str, settings: dict[str, Any], adapter: bool
 ) -> dict[str, Any]:
     begin_job(context)
-    arguments = SFTConfig(**usual(directory), max_length=16, **settings)
+    arguments = SFTConfig(**usual(directory) | settings, max_length=16)
     parts: dict[str, Any] = {
         "model": language_model(),
         "args": arguments,
