@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow  # Ray starts a dozen processes
+
 DRIVER = Path(__file__).with_name("ray_job.py")
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "launch"
 
