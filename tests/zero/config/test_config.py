@@ -320,6 +320,7 @@ def test_the_public_face_is_frozen() -> None:
         "observe",
         "log",
         "count_flops",
+        "profile",
         "record_flight",
     ]
     assert list(zero.Config.model_fields) == [

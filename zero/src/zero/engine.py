@@ -33,6 +33,7 @@ from zero.memory.placement_policy import StaticPlacementPolicy, asking_to_repeat
 from zero.migration_hints import explained, missing, no_tuple
 from zero.observe.observation import Facts, Observing
 from zero.observe.observer import Observer, Run
+from zero.observe.profiler import Profiler
 from zero.optimizer.state_offload import StateOffload
 from zero.pretrained import Request, fill_engine
 from zero.sharding.distributed import as_distributed
@@ -607,6 +608,16 @@ class Engine:
         with FlopCounterMode(display=False) as counter:
             self(*args, **kwargs)
         return 3 * int(counter.get_total_flops())
+
+    def profile(self, steps: int = 3, folder: str | Path = "profile") -> None:
+        """Profile the next `steps` steps on rank 0, each from its first forward to that of the next.
+
+        Writes trace.json, with the engine's ranges, and summary.txt to `folder`: the shares of computation,
+        gathers, reduces, copies between tiers, optimizer and the rest, and what was waited for by unit.
+        """
+        if steps < 1:
+            raise UsageError(f"profile(steps={steps}): at least one step is needed")
+        self.observe(Profiler(as_path(folder), steps))
 
     def record_flight(self, folder: str | Path) -> None:
         """Write this rank's last 200 collectives and the stacks of its threads to `folder` when a collective

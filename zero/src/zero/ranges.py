@@ -16,6 +16,8 @@ from torch.autograd import profiler
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
+PREFIX = "zero::"
+"""How the ranges' names begin."""
 _NOTHING = nullcontext()
 
 
@@ -25,7 +27,7 @@ def ranged(phase: str, unit: str = "") -> AbstractContextManager[None]:
     Costs the reading of an attribute while no profiler runs.
     """
     if profiler._is_profiler_enabled:
-        return profiler.record_function(f"zero::{phase} {unit}".rstrip())
+        return profiler.record_function(f"{PREFIX}{phase} {unit}".rstrip())
     return _NOTHING
 
 

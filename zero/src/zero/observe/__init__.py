@@ -4,6 +4,8 @@ Modules, lowest first:
 
 observer        what is told, and the class to subclass
 observation     what the parts of an engine report to
+profile_summary, profiler
+                where the time of some steps went
 flight_file, flight_recorder
                 what a rank has issued and where it is, for a job that fails or hangs
 hang            what happened, from all ranks' flights

@@ -224,7 +224,7 @@ class Observation:
         )
 
     def _tell(self, call: Callable[[Observer], None]) -> None:
-        self.observers = [each for each in self.observers if _told(each, call)]
+        self.observers = [each for each in self.observers if _told(each, call) and not each.over]
 
     def _now(self) -> DeviceEvent:
         return self._accelerator.streams.current().record()

@@ -121,10 +121,12 @@ class Observer:
     once the device has passed it, maybe during a later one. An exception ends the observer, with a
     warning, and training goes on.
 
-    every_rank: whether each rank's is told of that rank, rather than rank 0's alone.
+    every_rank: whether each rank's is told of that rank, rather than rank 0's alone. over: whether it wants
+    to be told of nothing more.
     """
 
     every_rank = False
+    over = False
 
     def begin(self, run: Run) -> None:
         """The observer is told from now on."""
