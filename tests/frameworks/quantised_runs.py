@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import bitsandbytes
+import peft
 import torch
 import torchao.quantization as torchao
 from torch import Tensor, nn
@@ -77,7 +78,7 @@ class Adapted(nn.Module):
 
     def __init__(self, make: Make) -> None:
         super().__init__()
-        self.base = make(torch.randn(WIDTH, WIDTH) / WIDTH**0.5).requires_grad_(False)
+        self.base = make(_weight()).requires_grad_(False)
         self.down, self.up = nn.Linear(WIDTH, 4, bias=False), nn.Linear(4, WIDTH, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -165,4 +166,42 @@ def loaded(context: Context, kinds: list[str], folder: str) -> dict[str, tuple[b
         again.load_checkpoint(f"{folder}/{kind}, adapter")
         mine = again.state_dict(trainable_only=True)
         found[kind] = whole, all(torch.equal(mine[name], state[name]) for name in state)
+    return found
+
+
+class Net(nn.Module):
+    """Layers that PEFT finds by their names."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleDict({"proj": MADE[kind](_weight())}) for _ in range(3))
+        self.requires_grad_(False)
+        self.dtype = torch.float32 if "8bit" in kind else torch.bfloat16
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer["proj"](x.to(self.dtype)).to(x.dtype))
+        return x
+
+
+def _weight() -> Tensor:
+    return torch.randn(WIDTH, WIDTH) / WIDTH**0.5
+
+
+def qlora(context: Context, kinds: list[str], sharded: bool) -> dict[str, dict[str, Any]]:
+    """Train PEFT's adapters on quantised layers, and save them as PEFT does."""
+    found: dict[str, dict[str, Any]] = {}
+    for kind in kinds:
+        torch.manual_seed(0)
+        lora = peft.LoraConfig(target_modules=["proj"], r=4, init_lora_weights=False)
+        model = peft.get_peft_model(Net(kind), lora)
+        optimizer = adapters(model)
+        engine = zero.initialize(model, optimizer, zero.Config(timeout=30)) if sharded else None
+        values = losses(model, optimizer)
+        state = engine.state_dict(trainable_only=True) if engine else model.state_dict()
+        saved = {}
+        if state:
+            state = peft.get_peft_model_state_dict(model, state_dict=state)
+            saved = {name: value.clone() for name, value in state.items()}
+        found[kind] = {"losses": values, "saved": saved}
     return found

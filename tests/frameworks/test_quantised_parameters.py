@@ -47,6 +47,25 @@ def test_they_train_adapters_as_unsharded(cluster: Clusters, tmp_path: Path, whe
                 assert each == dict.fromkeys(KINDS, (True, True))
 
 
+def test_adapters_of_peft_train_and_are_saved_whole(cluster: Clusters) -> None:
+    kinds = [
+        "torchao Int8WeightOnlyConfig",
+        "bitsandbytes Linear4bit, nf4 in uint8",
+        "bitsandbytes Linear4bit, nf4 in bfloat16",
+        "bitsandbytes Linear8bitLt",
+    ]
+    wanted = cluster(1).run(runs.qlora, kinds=kinds, sharded=False)[0]
+    found = cluster(2).run(runs.qlora, kinds=kinds, sharded=True)
+    for kind in kinds:
+        assert found[1][kind]["losses"] == found[0][kind]["losses"]
+        assert found[0][kind]["losses"] == pytest.approx(wanted[kind]["losses"], abs=1e-6), kind
+        saved, whole = found[0][kind]["saved"], wanted[kind]["saved"]
+        assert saved.keys() == whole.keys()
+        assert len(saved) == 6
+        for name, value in whole.items():
+            torch.testing.assert_close(saved[name], value, atol=1e-5, rtol=0)
+
+
 def test_docs_have_each_type() -> None:
     table = (Path(__file__).parents[2] / "docs" / "parameters.md").read_text()
     assert [line.split(" | ")[0] for line in table.splitlines() if "all of the below" in line] == [
