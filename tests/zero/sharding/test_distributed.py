@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from accelz.conformance.cluster import Clusters, Context
 from tests.zero.helpers.loops import train_on
 from tests.zero.helpers.optimizers import sgd
 from tests.zero.helpers.training import adamw, relative_error
+from zero.sharding.distributed import local_of
 
 WIDTH, HIDDEN, BLOCKS = 12, 10, 2
 STEPS, CLIP = 3, 0.05
@@ -188,6 +190,64 @@ def mesh_body(context: Context) -> dict[str, float]:
 def test_a_mesh_with_tensor_parallelism_has_one_norm(cluster: Clusters) -> None:
     for errors in cluster(4).run(mesh_body):
         assert max(errors.values()) < 1e-5, errors
+
+
+class Tied(nn.Module):
+    """An embedding and a head that have one weight, divided by words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.embedding, self.inner = nn.Embedding(11, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, 11, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def parallel(self, mesh: DeviceMesh) -> Tied:
+        plan = {
+            "embedding": RowwiseParallel(input_layouts=Replicate()),
+            "head": ColwiseParallel(output_layouts=Replicate()),
+        }
+        parallelize_module(self, mesh, plan)
+        self.head.weight = self.embedding.weight
+        return self
+
+    def forward(self, words: Tensor) -> Tensor:
+        found: Tensor = self.head(torch.tanh(self.inner(self.embedding(words))))
+        return found
+
+    def loss(self, rank: int, step: int) -> Tensor:
+        words = torch.randint(0, 11, (4, 5), generator=torch.Generator().manual_seed(10 * step + rank))
+        return nn.functional.cross_entropy(self(words).flatten(0, 1), words.flatten())
+
+
+def tied_body(context: Context) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mine, reference, model = mesh.get_local_rank("dp"), Tied(), Tied().parallel(mesh["tp"])
+    plain = sgd(reference)
+    plan = zero.plan(model, sgd(model), ranks=2)
+    assert sum(unit.parameters for unit in plan.units) == sum(
+        p.numel() for p in map(local_of, model.parameters())
+    )
+    engine = zero.initialize(model, sgd(model), zero.Config(timeout=20), mesh=mesh, data_dims="dp")
+    for step in range(0, 2 * STEPS, 2):
+        for each in (step, step + 1):  # two micro-batches
+            wanted = [reference.loss(rank, each) for rank in range(2)]
+            torch.stack(wanted).mean().backward()
+            loss = model.loss(mine, each)
+            assert loss.item() == pytest.approx(wanted[mine].item(), abs=1e-5)
+            with engine.no_sync() if each == step else nullcontext():
+                loss.backward()
+        for optimizer in (plain, engine.optimizer):
+            optimizer.step()
+            optimizer.zero_grad()
+    assert model.head.weight is model.embedding.weight
+    state = engine.state_dict()
+    if state:
+        torch.testing.assert_close(full(state["head.weight"]), reference.head.weight.detach())
+
+
+def test_a_tied_weight_may_be_divided(cluster: Clusters) -> None:
+    cluster(4).run(tied_body)
 
 
 def values_body(context: Context, folder: str) -> None:

@@ -14,6 +14,7 @@ from zero.communication.quantised import Quantised
 from zero.config.training import Config
 from zero.drafts.unit_drafts import GroupDraft, UnitDraft
 from zero.gradients.group_gradients import GradientPolicy
+from zero.sharding.distributed import local_of
 from zero.sharding.forms import as_parameter, inner_leaves
 from zero.sharding.gather_format import EXACT, GatherFormat
 from zero.sharding.units import PERSISTENT, ROOT
@@ -203,7 +204,7 @@ class UnitPlanner:
         loads: dict[Tier, dict[int, float]] = defaultdict(lambda: defaultdict(float))
         for group in (group for draft in drafts for group in draft.groups):
             for (_, p), rank in zip(group.named, group.stepped_by or (), strict=False):
-                loads[_record_tier(group)][rank] += p.numel() * (IN_A_STEP + moments[p])
+                loads[_record_tier(group)][rank] += local_of(p).numel() * (IN_A_STEP + moments[p])
         self._busiest = {tier: max(load, key=lambda rank: load[rank]) for tier, load in loads.items()}
 
     def unit(self, draft: UnitDraft) -> PlannedUnit:
@@ -211,14 +212,14 @@ class UnitPlanner:
         groups = [self._group(group, draft.is_resident) for group in draft.groups]
         place = {parameter: index for index, (_, parameter) in enumerate(draft.plan.parameters)}
         sizes = [
-            {place[p]: p.numel() * group.gathered.itemsize for _, p in drafted.named}
+            {place[p]: local_of(p).numel() * group.gathered.itemsize for _, p in drafted.named}
             for group, drafted in zip(groups, draft.groups, strict=True)
             if group.trainable
         ]
         return PlannedUnit(
             draft.plan.name,
             tuple(groups),
-            parameters=sum(parameter.numel() for parameter in place),
+            parameters=sum(local_of(parameter).numel() for parameter in place),
             largest=max((nbytes for of_group in sizes for nbytes in of_group.values()), default=0),
             last=0 if self._ranks > 1 else max((of_group[min(of_group)] for of_group in sizes), default=0),
             reached=self._order.is_reached(draft),
@@ -253,8 +254,8 @@ class UnitPlanner:
             slice=policy.place_dtype(gathered) if stored else policy.slice_dtype(gathered),
             early=any(map(order.is_early, parameters)),
             complete_early=self._ranks == 1 and all(map(order.is_early, parameters)),
-            held=sum(p.numel() for p in parameters if order.is_held(p)) * gathered.itemsize,
-            adding=0 if tied is None else IN_A_SUM * tied.numel() * gathered.itemsize,
+            held=sum(local_of(p).numel() for p in parameters if order.is_held(p)) * gathered.itemsize,
+            adding=0 if tied is None else IN_A_SUM * local_of(tied).numel() * gathered.itemsize,
             begun=tied is not None and any(order.first[p] > order.first[tied] for p in parameters),
             placement=draft.placement,
             kernel=kind.stepping.rule is not None,
@@ -270,7 +271,9 @@ class UnitPlanner:
         if draft.kind.stepping.rule is not None or not draft.kind.trainable:
             nbytes = sum(dtype.itemsize for dtype in draft.placement.moments)
             return nbytes / at_least_fp32(draft.kind.dtype).itemsize
-        kept = [(parameter.numel(), self._moments.get(parameter, 0)) for _, parameter in draft.named]
+        kept = [
+            (local_of(parameter).numel(), self._moments.get(parameter, 0)) for _, parameter in draft.named
+        ]
         if self._shards > 1:
             return max(each for _, each in kept)
         return sum(numel * each for numel, each in kept) / max(draft.shard_numel, 1)
@@ -281,8 +284,10 @@ class UnitPlanner:
         busiest = self._busiest[_record_tier(draft)]
         parameters = [parameter for _, parameter in draft.named]
         mine = [p for p, rank in zip(parameters, draft.stepped_by, strict=True) if rank == busiest]
-        state = sum(math.ceil(p.numel() * self._moments[p]) for p in mine)
-        return Stepped(sum(p.numel() for p in mine), state, sum(p.numel() for p in parameters))
+        state = sum(math.ceil(local_of(p).numel() * self._moments[p]) for p in mine)
+        return Stepped(
+            sum(local_of(p).numel() for p in mine), state, sum(local_of(p).numel() for p in parameters)
+        )
 
 
 def _record_tier(draft: GroupDraft) -> Tier:
@@ -339,4 +344,4 @@ class _Order:
     def largest_tied(self, parameters: Sequence[nn.Parameter]) -> nn.Parameter | None:
         """The largest of those that are used more than once; None for none."""
         tied = (p for p in parameters if self.first[p] < self.last[p])
-        return max(tied, key=lambda parameter: parameter.numel(), default=None)
+        return max(tied, key=lambda parameter: local_of(parameter).numel(), default=None)
