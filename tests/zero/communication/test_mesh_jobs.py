@@ -40,9 +40,9 @@ def unsharded(models: Models, losses: Callable[[int], list[Tensor]], clip: float
 
 
 def expert_body(context: Context) -> dict[str, float]:
-    """Experts of each rank's own, in the engine that has the rest."""
+    """Experts of each rank's own, which differ in size, in the engine that has the rest."""
     mesh = mesh_of(("dp", 2), ("ep", 2))
-    whole = mixture()
+    whole = mixture(uneven=9)
     told, norms, (state,) = unsharded(
         [whole], lambda step: [whole(tokens(step, rank)) for rank in range(RANKS)], CLIP
     )
@@ -54,7 +54,7 @@ def expert_body(context: Context) -> dict[str, float]:
     }
     errors = {}
     for name, settings in EXPERTS.items():
-        model = mixture(mesh.get_group("ep"))
+        model = mixture(mesh.get_group("ep"), uneven=9)
         config = zero.Config(timeout=20, local_modules={"blocks.*.experts": "ep"}, **settings)
         engine = zero.initialize(model, sgd(model), config, mesh=mesh, data_dims=("dp", "ep"))
         losses, seen, clips = [], [], "clip_norm" in settings
@@ -322,15 +322,19 @@ def undeclared_body(context: Context) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         zero.initialize(model, sgd(model), zero.Config(timeout=20), mesh=mesh, data_dims=("dp", "ep"))
-    return [str(each.message) for each in caught]
+    uneven = mixture(mesh.get_group("ep"), uneven=9)
+    arranged = {"mesh": mesh, "data_dims": ("dp", "ep")}
+    shapes = refused(lambda: zero.initialize(uneven, sgd(uneven), zero.Config(timeout=20), **arranged))
+    return [shapes, *(str(each.message) for each in caught)]
 
 
 def test_undeclared_experts_are_told(cluster: Clusters) -> None:
-    first, *others = cluster(RANKS).run(undeclared_body)
-    (said,) = first
+    (shapes, said), *others = cluster(RANKS).run(undeclared_body)
+    assert shapes.startswith("RankMismatchError: the ranks disagree about the model")
+    assert "local_modules={'blocks.*.experts': 'ep'}" in shapes
     assert "local_modules={'blocks.*.experts': 'ep'}" in said
     assert "expert parallelism" in said
-    assert others == [[], [], []]
+    assert [len(each) for each in others] == [1, 1, 1]
 
 
 def named_body(context: Context) -> str:

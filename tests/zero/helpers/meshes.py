@@ -39,9 +39,9 @@ def _swap(x: Tensor, group: Any) -> Tensor:
 
 
 class Expert(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, hidden: int) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 7), nn.Linear(7, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, hidden), nn.Linear(hidden, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.down(torch.tanh(self.up(x)))
@@ -49,12 +49,15 @@ class Expert(nn.Module):
 
 
 class Mixture(nn.Module):
-    """Two experts, each for half of the tokens. In a group of two ranks, each has one of them."""
+    """Two experts, each for half of the tokens. In a group of two ranks, each has one of them.
 
-    def __init__(self, group: Any = None) -> None:
+    uneven: the second is larger by so much.
+    """
+
+    def __init__(self, group: Any = None, uneven: int = 0) -> None:
         super().__init__()
         self.router = nn.Linear(WIDTH, WIDTH)
-        both = [Expert(), Expert()]
+        both = [Expert(7), Expert(7 + uneven)]
         self.group = group
         self.experts = nn.ModuleList(both if group is None else [both[dist.get_rank(group)]])
 
@@ -69,9 +72,9 @@ class Mixture(nn.Module):
 
 
 class MixtureModel(nn.Module):
-    def __init__(self, group: Any = None) -> None:
+    def __init__(self, group: Any = None, uneven: int = 0) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Mixture(group) for _ in range(2))
+        self.blocks = nn.ModuleList(Mixture(group, uneven) for _ in range(2))
         self.head = nn.Linear(WIDTH, 1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -81,10 +84,10 @@ class MixtureModel(nn.Module):
         return out
 
 
-def mixture(group: Any = None) -> MixtureModel:
+def mixture(group: Any = None, uneven: int = 0) -> MixtureModel:
     """Experts are drawn in one order, so that each is the same in one process and in a group."""
     torch.manual_seed(3)
-    return MixtureModel(group)
+    return MixtureModel(group, uneven)
 
 
 def tokens(step: int, rank: int) -> Tensor:

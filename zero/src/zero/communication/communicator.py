@@ -401,7 +401,8 @@ class Communicator:
         if ranks is self.group:
             return self.ledger.collective(op, unit, numel, dtype, None, origin)
         self._others[id(ranks)] = ranks
-        return self.ledger.collective(op, unit, numel, dtype, ranks.size, origin)
+        even = id(ranks) not in self._groups.uneven
+        return self.ledger.collective(op, unit, numel, dtype, ranks.size, origin, even)
 
     def _start(self, issued: Issued, ranks: Group, call: Callable[..., Handle], *args: Any) -> NamedHandle:
         line = self.ledger.line

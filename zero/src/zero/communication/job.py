@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar, cast
 from weakref import WeakKeyDictionary
+from zlib import crc32
 
 import torch
 import torch.distributed
@@ -47,8 +48,8 @@ class JobGroups:
     grid: how the job's ranks are arranged. whole: of all ranks of the job. data, control: of the ranks that
     have different data, which are all of them where the job's mesh has no other dimensions; control is for
     host memory, and its messages do not interleave with data. ranks: their numbers in the job. parts: other
-    groups, by the sets that they divide the job into. line: what the engines issue, since the newest was
-    made.
+    groups, by the sets that they divide the job into. uneven: ids of groups whose collectives may have
+    another size on ranks that are not in them. line: what the engines issue, since the newest was made.
     """
 
     job: Job
@@ -58,6 +59,7 @@ class JobGroups:
     control: Group
     ranks: tuple[int, ...]
     parts: dict[Parts, Group] = field(default_factory=dict)
+    uneven: set[int] = field(default_factory=set)
     line: Line = field(init=False)
     recorder: FlightRecorder | None = None
 
@@ -112,16 +114,18 @@ class Job:
         Raises RankMismatchError if their timeouts or meshes differ, as they would look for different groups.
         """
         arranged = None if grid is None else [*zip(grid.names, grid.sizes, strict=True), sorted(grid.data)]
-        said = self._exchange([timeout, json.dumps([arranged, grid and grid.ranks]), card()], timeout)
+        ranks = crc32(repr(grid and grid.ranks).encode())  # thousands of numbers, perhaps
+        said = self._exchange([timeout, json.dumps([arranged, ranks]), card()], timeout)
         every, meshes, cards = zip(*said, strict=True)
         self.peers = self._exchange.peers = Peers(cards)
         if len(set(every)) > 1:
             told = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(every))
             raise RankMismatchError(f"Config(timeout=...) must be the same on all ranks; it is {told}")
         if len(set(meshes)) > 1:
-            told = ", ".join(f"{mesh} on rank {rank}" for rank, mesh in enumerate(meshes))
+            rank = next(rank for rank, mesh in enumerate(meshes) if mesh != meshes[0])
             raise RankMismatchError(
-                f"mesh and data_dims must be the same on all ranks that call zero.initialize together: {told}"
+                "mesh and data_dims must be the same on all ranks that call zero.initialize together; names, "
+                f"sizes and a checksum of the ranks are {meshes[0]} on rank 0, {meshes[rank]} on rank {rank}"
             )
 
     def new_group(self, timeout: float) -> Group:

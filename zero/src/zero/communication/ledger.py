@@ -56,13 +56,21 @@ class Ledger:
         return [*self._hashes.values(), *self.line.turns]
 
     def collective(
-        self, op: str, unit: str, numel: int, dtype: torch.dtype, ranks: int | None, origin: str
+        self,
+        op: str,
+        unit: str,
+        numel: int,
+        dtype: torch.dtype,
+        ranks: int | None,
+        origin: str,
+        even: bool = True,
     ) -> Issued:
         """Enter a collective.
 
-        numel: of the whole buffer, equal on all ranks. ranks: how many it is among; None for the whole job.
+        numel: of the whole buffer. ranks: how many it is among; None for the whole job. even: whether numel
+        is equal on all ranks, those among which other collectives take its place included.
         """
-        text, encoded = _described(op, unit, numel, dtype, ranks, origin)
+        text, encoded = _described(op, unit, numel if even else None, dtype, ranks, origin)
         kind: Kind = "reductions" if op in _REDUCTIONS else "others"
         self._hashes[kind] = crc32(encoded, self._hashes[kind])
         nbytes = numel * dtype.itemsize
@@ -86,9 +94,10 @@ _REDUCTIONS = ("reduce_scatter", "all_reduce")
 
 @lru_cache(maxsize=4096)  # a step issues the same as the one before
 def _described(
-    op: str, unit: str, numel: int, dtype: torch.dtype, ranks: int | None, origin: str
+    op: str, unit: str, numel: int | None, dtype: torch.dtype, ranks: int | None, origin: str
 ) -> tuple[str, bytes]:
     """Return an entry's text, and the bytes to hash."""
     among = "" if ranks is None else f" among {ranks} ranks"
-    text = f"{op} of unit {unit!r} ({numel} x {str(dtype).removeprefix('torch.')}){among}{origin}"
+    size = "" if numel is None else f"{numel} x "
+    text = f"{op} of unit {unit!r} ({size}{str(dtype).removeprefix('torch.')}){among}{origin}"
     return text, text.encode()

@@ -96,6 +96,8 @@ class Meshes:
         grid, groups = self._grid, self._groups
         data, shards, beyond = grid.data - apart, grid.shards - apart, grid.others - apart
         replicas = data - shards
+        if apart & grid.data:
+            groups.uneven |= {id(groups.part(grid.parts(dims))) for dims in (shards, replicas, data)}
         number = {rank: n for part in grid.parts(data) for n, rank in enumerate(part)}
         numbers = {rank: n for n, rank in enumerate(groups.ranks)}
         return Mesh(

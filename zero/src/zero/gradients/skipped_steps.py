@@ -82,7 +82,11 @@ class SkippedSteps:
 
     def _describe(self, in_a_row: int) -> str:
         every = self._communicator.all_gather_object(self._found)
-        found = [f"{name!r} on rank {rank}" for rank, name in enumerate(every) if name is not None]
+        found = [
+            f"{name!r} on rank {self._communicator.name(rank)}"
+            for rank, name in enumerate(every)
+            if name is not None
+        ]
         where = (
             f"the first in the backward that is not finite is that of {some(found)}. {_PRESENT_BEFORE}"
             if found

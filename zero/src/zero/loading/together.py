@@ -14,7 +14,7 @@ class Together:
     everywhere: on all ranks of the job, rather than on those of the engine."""
 
     def __init__(self, communicator: Communicator, what: str, everywhere: bool = False) -> None:
-        self._rank = communicator.whole.rank if everywhere else communicator.group.rank
+        self._rank = communicator.grid.name(communicator.whole.rank)
         self._gather = communicator.everywhere if everywhere else communicator.all_gather_object
         self._what = what
 

@@ -176,7 +176,8 @@ class CallOrder:
             every = self._communicator.all_gather_object(
                 [f"call {number} is of {call.unit!r}" for number, call in enumerate(ballot.calls, 1)]
             )
-            raise RankMismatchError(f"the ranks have called different units: {first_line(every)}. {_ADVICE}")
+            shown = first_line(every, self._communicator.name)
+            raise RankMismatchError(f"the ranks have called different units: {shown}. {_ADVICE}")
 
     def clear(self) -> None:
         """Forget everything, after an exception."""
