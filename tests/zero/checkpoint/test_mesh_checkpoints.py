@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
@@ -15,6 +17,7 @@ from tests.zero.helpers.meshes import WIDTH, MixtureModel, Stage, mesh_of, mixtu
 from tests.zero.helpers.models import fresh, language_loss
 from tests.zero.helpers.training import adamw
 from zero.files.reader import Checkpoint
+from zero.sharding.distributed import local_of
 
 RANKS = 4
 
@@ -145,6 +148,35 @@ def whole_and_parts(mesh: Any, folder: Path) -> dict[str, bool]:
     )
     parts = all(torch.equal(value, torch.tensor(every[0][name])) for name, value in mine.items())
     return {"whole": both, "parts": parts}
+
+
+def blocks_body(context: Context, folder: str) -> dict[str, bool]:
+    """DTensors: saved by two data ranks at stage 3, and loaded by one."""
+    found, saved = {}, {}
+    for sizes, stage in ((2, 3), (1, 2)):
+        mesh = mesh_of(("dp", sizes), ("tp", 2)) if sizes == 2 else mesh_of(("dp", 1), ("cp", 2), ("tp", 2))
+        torch.manual_seed(4)
+        model = nn.Sequential(nn.Linear(WIDTH, 4), nn.Tanh(), nn.Linear(4, 2), nn.LayerNorm(2))
+        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        config = zero.Config(timeout=20, stage=stage)
+        engine = zero.initialize(model, adamw(model), config, mesh=mesh, data_dims="dp")
+        if not saved:
+            train_on(engine, model(tokens(0, engine.rank)).square().mean())
+            engine.save_checkpoint(Path(folder) / "blocks")
+        else:
+            engine.load_checkpoint(Path(folder) / "blocks")
+        mine = {name: local_of(engine.full_master(name)) for name, _ in model.named_parameters()}
+        found[f"stage {stage}"] = not saved or same(mine, saved)
+        saved = mine
+    return found
+
+
+@pytest.mark.host  # meshes of gloo's
+def test_blocks_of_distributed_parameters(cluster: Clusters, tmp_path: Path) -> None:
+    for found in cluster(RANKS).run(blocks_body, folder=str(tmp_path), limit=60):
+        assert all(found.values()), found
+    names = {entry.name for entry in Checkpoint(tmp_path / "blocks").manifest.parameters}
+    assert {"0.weight[tp=0]", "0.weight[tp=1]", "3.weight", "2.bias"} < names
 
 
 def stages_body(context: Context, folder: str) -> dict[str, bool]:
