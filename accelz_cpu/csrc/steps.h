@@ -20,8 +20,8 @@ inline void prefetch_tile(const T *from) {
     for (size_t i = 0; i < TILE; i += LINE / sizeof(T)) __builtin_prefetch(from + i);
 }
 
-// As `noise_of` in accelz.updates: what is added to the bits of a new moment before those that bf16 lacks are dropped.
-// number: the step's bits times a factor.
+// As `noise_of` in accelz.updates: what is added to the bits of new moments before those that bf16 lacks are dropped.
+// moment: the first. number: the step's bits times a factor.
 inline uint32_t noise_of(float moment, float master, uint32_t number) {
     uint32_t h = bit_cast<uint32_t>(master) * 0x9e3779b1u + bit_cast<uint32_t>(moment) + number;
     h = (h ^ (h >> 16)) * 0x85ebca6bu;
@@ -29,13 +29,12 @@ inline uint32_t noise_of(float moment, float master, uint32_t number) {
     return h >> 16;
 }
 
-inline void rounded_at_random(bf16 *__restrict output, const float *__restrict moments, const float *__restrict master,
-                              uint32_t number, size_t n) {
+inline void narrow_at_random(bf16 *__restrict output, const float *__restrict values, const uint32_t *__restrict noise,
+                             size_t n) {
     for (size_t i = 0; i < n; i++) {
-        const uint32_t bits = bit_cast<uint32_t>(moments[i]);
-        const uint16_t up_or_down = uint16_t((bits + noise_of(moments[i], master[i], number)) >> 16);
-        const bool finite = (bits & 0x7f800000u) != 0x7f800000u;
-        output[i] = {finite ? up_or_down : rounded(moments[i]).bits};
+        const uint32_t bits = bit_cast<uint32_t>(values[i]), size = bits & 0x7fffffffu;
+        const uint32_t special = size > 0x7f800000u ? 0x7fc00000u : bits;  // NaN, infinities
+        output[i] = {uint16_t((size < 0x7f800000u ? bits + noise[i] : special) >> 16)};
     }
 }
 
@@ -47,7 +46,6 @@ struct Exact {
 
     void prefetch(size_t begin) const { prefetch_tile(values + begin); }
     float *open(size_t begin, size_t) { return values + begin; }
-    void close(size_t, size_t, const accelz_update &, const float *) {}
 };
 
 // bf16: they are widened, and rounded once when the tile is stepped.
@@ -60,15 +58,28 @@ struct Rounded {
         for (size_t i = 0; i < n; i++) wide[i] = widened(values[begin + i]);
         return wide;
     }
-    // master: new values of the tile
-    void close(size_t begin, size_t n, const accelz_update &u, const float *__restrict master) {
-        bf16 *__restrict kept = values + begin;
-        if (u.stochastic)
-            rounded_at_random(kept, wide, master, u.step ? bit_cast<uint32_t>(*u.step) * 0x85ebca77u : 0, n);
-        else
-            narrow(kept, wide, n);
-    }
 };
+
+// After a step of a tile: keep its moments. master: its new values.
+inline void keep(const accelz_update &, const float *, size_t, size_t) {}
+
+template <class... Rest>
+inline void keep(const accelz_update &, const float *, size_t, size_t, const Exact &, const Rest &...) {}
+
+template <class... Rest>
+inline void keep(const accelz_update &u, const float *__restrict master, size_t begin, size_t n, const Rounded &first,
+                 const Rest &...rest) {
+    if (!u.stochastic) {
+        narrow(first.values + begin, first.wide, n);
+        (narrow(rest.values + begin, rest.wide, n), ...);
+        return;
+    }
+    alignas(64) uint32_t noise[TILE];
+    const uint32_t number = u.step ? bit_cast<uint32_t>(*u.step) * 0x85ebca77u : 0;
+    for (size_t i = 0; i < n; i++) noise[i] = noise_of(first.wide[i], master[i], number);
+    narrow_at_random(first.values + begin, first.wide, noise, n);
+    (narrow_at_random(rest.values + begin, rest.wide, noise, n), ...);
+}
 
 // For every tile of the shard call tile(prepared, master, gradient in fp32, moments…, n), then write its weights.
 template <class Grad, class Prepared, class Tile, class... Moments>
@@ -82,7 +93,7 @@ void step_range(const accelz_update &u, const Grad *grad, size_t begin, size_t e
         prefetch_tile(grad + at + AHEAD);
         if (u.weights) prefetch_tile((const uint16_t *)u.weights + at + AHEAD);
         tile(prepared, u.master + at, widen(grad + at, scratch, n), moments.open(at, n)..., n);
-        (moments.close(at, n, u, u.master + at), ...);
+        keep(u, u.master + at, at, n, moments...);
         if (!u.weights) continue;
         with_type(u.weights_dtype, [&](auto *type) { narrow((decltype(type))u.weights + at, u.master + at, n); });
     }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
@@ -94,26 +94,26 @@ class Update(ABC):
 
     def write(self, master: Tensor, *moments: Tensor) -> None:
         """Write the new master and moments, unless the step is to be skipped; then the weights."""
-        targets = (self.master, *self.moments)
-        for target, value in zip(targets, (master, *moments), strict=True):
-            kept = value if target.dtype is value.dtype else self._narrow(value, master, target.dtype)
-            target.copy_(kept if self.skip is None else torch.where(self.skip.bool(), target, kept))
+        targets, values = (self.master, *self.moments), (master, *self._as_kept(master, moments))
+        for target, value in zip(targets, values, strict=True):
+            target.copy_(value if self.skip is None else torch.where(self.skip.bool(), target, value))
         if self.weights is not None:
             self.weights.copy_(self.master)
 
-    def _narrow(self, moment: Tensor, master: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return a new moment as it is kept. master: the new one."""
-        if not self.stochastic:
-            return moment.to(dtype)
-        narrow = torch.empty_like(moment, dtype=dtype)
-        quarter = max(moment.numel() // 4, 1)  # bounds the scratch memory
-        parts = (values.split(quarter) for values in (narrow, moment, master))
-        for kept, exact, weight in zip(*parts, strict=True):
-            value = exact.float()
-            bits = noise_of(value, weight.float(), self.step).add_(value.view(torch.int32))
-            rounded = bits.bitwise_and_(~_BELOW_BF16).view(torch.float32)
-            kept.copy_(torch.where(value.isfinite(), rounded, value))
-        return narrow
+    def _as_kept(self, master: Tensor, moments: Sequence[Tensor]) -> list[Tensor]:
+        """Return new moments in the dtypes in which they are kept. master: the new one."""
+        dtypes = [moment.dtype for moment in self.moments]
+        if not self.stochastic or torch.bfloat16 not in dtypes:
+            return [moment.to(dtype) for moment, dtype in zip(moments, dtypes, strict=True)]
+        kept = [torch.empty_like(moment, dtype=torch.bfloat16) for moment in moments]
+        quarter = max(master.numel() // 4, 1)  # bounds the scratch memory
+        for part in (slice(start, start + quarter) for start in range(0, master.numel(), quarter)):
+            noise = noise_of(moments[0][part].float(), master[part].float(), self.step)
+            for narrow, moment in zip(kept, moments, strict=True):
+                value = moment[part].float()
+                rounded = (noise + value.view(torch.int32)).bitwise_and_(~_BELOW_BF16).view(torch.float32)
+                narrow[part] = torch.where(value.isfinite(), rounded, value)
+        return kept
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -247,10 +247,10 @@ _BELOW_BF16 = 0xFFFF
 
 
 def noise_of(moment: Tensor, master: Tensor, step: Tensor | None) -> Tensor:
-    """Return what is added to a moment's bits before those that bf16 lacks are dropped: (n,) int32, evenly
-    spread over 0 to 65535.
+    """Return what is added to the bits of all moments before those that bf16 lacks are dropped: (n,) int32,
+    evenly spread over 0 to 65535.
 
-    It is a hash (the last part of MurmurHash3, by Appleby, 2016) of the bits of the new moment, the new
+    It is a hash (the last part of MurmurHash3, by Appleby, 2016) of the bits of the new first moment, the new
     master and the step's number. So it takes no state and no seed, and is the same whatever rank, slice,
     tier or kernel an element is stepped in. moment, master: fp32. step: 0-dim fp32; None counts as 0.
     """

@@ -27,15 +27,20 @@ struct Update {
   int stochastic;
 };
 
-// As `noise_of` in accelz.updates, whose value is added to the bits of a new moment before those
-// that bf16 lacks are dropped. number: the step's bits times a factor. Returns a value of bf16.
-__device__ __forceinline__ float rounded_at_random(float moment, float master, unsigned number) {
-  const unsigned bits = __float_as_uint(moment);
-  unsigned h = __float_as_uint(master) * 0x9e3779b1u + bits + number;
+// As `noise_of` in accelz.updates: what is added to the bits of new moments before those that bf16
+// lacks are dropped. moment: the first. number: the step's bits times a factor.
+__device__ __forceinline__ unsigned noise_of(float moment, float master, unsigned number) {
+  unsigned h = __float_as_uint(master) * 0x9e3779b1u + __float_as_uint(moment) + number;
   h = (h ^ (h >> 16)) * 0x85ebca6bu;
   h = (h ^ (h >> 13)) * 0xc2b2ae35u;
+  return h >> 16;
+}
+
+// Returns a value of bf16.
+__device__ __forceinline__ float rounded_at_random(float moment, unsigned noise) {
+  const unsigned bits = __float_as_uint(moment);
   const bool finite = (bits & 0x7f800000u) != 0x7f800000u;
-  return finite ? __uint_as_float((bits + (h >> 16)) & 0xffff0000u) : moment;
+  return finite ? __uint_as_float((bits + noise) & 0xffff0000u) : moment;
 }
 
 struct none {
@@ -116,9 +121,11 @@ struct Step {
     if (u.l2 != 0.0f) g = fmaf(u.l2, w, g);
     rule.update(u, c, g, w, m);
     if constexpr (kRounds<M>)
-      if (u.stochastic != 0)
+      if (u.stochastic != 0) {
+        const unsigned noise = noise_of(m[0], w, number);
 #pragma unroll
-        for (int j = 0; j < kMoments; ++j) m[j] = rounded_at_random(m[j], w, number);
+        for (int j = 0; j < kMoments; ++j) m[j] = rounded_at_random(m[j], noise);
+      }
   }
 
   __device__ __forceinline__ void finish(int, long long i, const Loaded& in) const {
