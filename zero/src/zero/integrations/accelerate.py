@@ -41,14 +41,15 @@ _OTHERS = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA")
 def _with_extension(options: dict[str, Any]) -> dict[str, Any]:
     """Accelerate's options, by which it uses a device that is a vendor's extension of torch, too.
 
-    Its way for a device that it may not know is a variable of the environment, beside `cpu`, which the first
-    Accelerator of a process heeds. It gets no number: the engine makes each rank's device the current one.
+    Its way for a device that it may not know is a variable of the environment beside the option for the host,
+    which the first Accelerator of a process heeds. It gets no number: the engine makes each rank's device the
+    current one.
     """
     kind = accelz.current().device.type
     if kind != torch._C._get_privateuse1_backend_name() or DEVICE in os.environ:
         return options
     os.environ[DEVICE] = kind
-    return {"cpu": True} | options
+    return {accelz.HOST.type: True} | options
 
 
 class Accelerator(accelerate.Accelerator):
