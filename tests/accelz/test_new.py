@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from accelz import Capabilities, cli
+from accelz import Capabilities, cli, conformance
 from accelz.conformance.results import rank_in_order
 
 from . import reference_device
@@ -268,6 +268,16 @@ def test_what_the_package_says_of_itself(tmp_path: Path) -> None:
     assert _new("bar", "--torch-device", "--out", tmp_path).exit_code == 0
     project = tomllib.loads((tmp_path / "accelz_bar/pyproject.toml").read_text())["project"]
     assert len(project["dependencies"]) == 1, "of a library that nobody has named, nothing is installed"
+
+
+def test_the_packages_tests_have_all_of_the_kit(tmp_path: Path) -> None:
+    assert _new("foo", "--out", tmp_path).exit_code == 0
+    written = (tmp_path / "accelz_foo/tests/test_conformance.py").read_text()
+    kit = Path(conformance.__file__).parent.glob("test_*.py")
+    classes = {
+        name for path in kit for name in re.findall(r"^class (Test\w+)", path.read_text(), re.MULTILINE)
+    }
+    assert classes == set(re.findall(r'^    "(Test\w+)",$', written, re.MULTILINE))
 
 
 def _existing(folder: Path) -> None:
