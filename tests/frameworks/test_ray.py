@@ -29,7 +29,7 @@ def test_a_killed_worker_is_replaced_and_training_goes_on(tmp_path: Path) -> Non
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=280,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-5000:]
