@@ -27,8 +27,8 @@ import accelz
 import zero
 from lm_data import load_corpus, shares, training_rows, validation_rows
 from lm_model import LanguageModel
-from lm_report import Report, mebibytes
 from lm_settings import REPORTED_STEP, Settings, parse
+from zero.observe import Console, JsonLines
 
 WARMUP = 20  # steps
 FINAL_RATE = 0.05  # of the peak learning rate
@@ -56,34 +56,34 @@ class Run:
         self.ranks = Ranks()
         self.start = self.restore() if settings.resume else 0
         settings.check_report(self.start)
-        self.report = Report(settings.out, settings.steps, self.start, self.engine.rank == 0)
+        self.console = Console(settings.steps, show=("validation_loss",))
 
     def train(self) -> None:
         """Run all steps, with validation and checkpoints in between; save the weights and draw a sample."""
         settings, began, stop = self.settings, time.perf_counter(), self.settings.last_step
         self.say_hello()
-        with self.report:
+        with self.engine.observe(self.console, JsonLines(settings.out / "metrics.jsonl")):
             for step in range(self.start + 1, stop + 1):
                 with self.traced(step):
                     self.train_step(step)
                 if due(step, settings.eval_every, stop):
-                    self.report.validation(step, self.validate())
+                    loss = self.validate()
+                    self.engine.log(validation_loss=loss)
                 if due(step, settings.save_every, stop):
                     self.save(step)
-        loss = self.validate()
         self.write_weights()
         self.engine.wait_for_checkpoint()
-        self.report.say(
+        self.say(
             f"validation loss {loss:.4f} nats per byte ({loss / math.log(2):.3f} bits) after {stop} steps "
             f"and {time.perf_counter() - began:.0f} s; peak memory {mebibytes(self.ranks.memory())}"
         )
-        self.report.say(f"weights and checkpoints: {settings.out}")
+        self.say(f"weights and checkpoints: {settings.out}")
         if settings.sample_bytes:
-            self.report.say("sample:\n" + self.sample())
+            self.say("sample:\n" + self.sample())
 
     def train_step(self, step: int) -> None:
         """Take one optimizer step, on the global batch of `step`."""
-        settings, engine, began = self.settings, self.engine, time.perf_counter()
+        settings, engine = self.settings, self.engine
         batch = training_rows(self.corpus.train, settings.shape.context, settings.batch, settings.seed, step)
         total = torch.zeros((), device=engine.device)
         for rows in shares(batch, settings.accumulate, engine.rank, engine.world_size):
@@ -93,12 +93,11 @@ class Run:
         if settings.clip:
             engine.clip_grad_norm_(settings.clip)  # or torch.nn.utils.clip_grad_norm_(parameters, clip)
         self.optimizer.step()
-        rate = float(self.scheduler.get_last_lr()[0])
         self.scheduler.step()
         self.optimizer.zero_grad()
-        mean = self.ranks.mean(total)  # waits for the device: a real run would do this less often
-        speed = settings.batch * settings.shape.context / (time.perf_counter() - began)
-        self.report.step(step, mean, rate, speed, self.ranks.memory())
+        tokens = settings.batch * settings.shape.context // engine.world_size
+        peaks = {f"memory/rank{rank}": peak for rank, peak in enumerate(self.ranks.memory())}
+        engine.log(loss=self.ranks.mean(total), tokens=tokens, **peaks)
 
     @contextmanager
     def traced(self, step: int) -> Iterator[None]:
@@ -124,7 +123,7 @@ class Run:
         engine.eval()
         losses = [self.loss(share) for share in shares(rows, parts, engine.rank, engine.world_size)]
         engine.train()
-        return self.ranks.mean(torch.stack(losses).mean())
+        return self.ranks.mean(torch.stack(losses).mean()).item()
 
     def save(self, step: int) -> None:
         """Save a checkpoint to resume from: the engine's own state, and what only this script knows.
@@ -169,12 +168,16 @@ class Run:
 
     def say_hello(self) -> None:
         settings, parameters = self.settings, sum(p.numel() for p in self.model.parameters())
-        self.report.say(
+        self.say(
             f"{parameters / 1e6:.1f} M parameters, stage {settings.stage}, {settings.precision}, "
             f"{self.engine.world_size} x {self.engine.accelerator.name}; {len(self.corpus.train) / 1e6:.1f} "
             f"MB to train on, {len(self.corpus.validation) / 1e6:.1f} MB held out"
             + (f"; resuming after step {self.start}" if self.start else "")
         )
+
+    def say(self, text: str) -> None:
+        if self.engine.rank == 0:
+            self.console.console.print(text, soft_wrap=True, markup=False)
 
 
 class Ranks:
@@ -186,11 +189,11 @@ class Ranks:
         assert group is not None
         self._group = group
 
-    def mean(self, value: Tensor) -> float:
-        """Mean over the ranks of a scalar."""
+    def mean(self, value: Tensor) -> Tensor:
+        """Mean over the ranks of a scalar, on the device."""
         value = value.detach().clone()
         self._accelerator.collectives.all_reduce(value, self._group)
-        return value.item() / self._group.size
+        return value / self._group.size
 
     def memory(self) -> list[int]:
         """Peak memory of each rank, in bytes, as its device counts it."""
@@ -198,6 +201,11 @@ class Ranks:
         peaks[self._group.rank] = self._accelerator.memory.stats().peak
         self._accelerator.collectives.all_reduce(peaks, self._group)
         return peaks.tolist()
+
+
+def mebibytes(memory: list[int]) -> str:
+    """Bytes of each rank as "412 + 409 MiB"."""
+    return " + ".join(f"{n / 2**20:.0f}" for n in memory) + " MiB"
 
 
 def parameter_groups(model: nn.Module) -> list[dict[str, object]]:
