@@ -269,9 +269,9 @@ def exchanges_of(engine: zero.Engine) -> list[str]:
     seen: list[str] = []
     exchange = engine._communicator._exchange
 
-    def noted(what: str, tensor: Tensor) -> None:
+    def noted(what: str, *arguments: Any) -> None:
         seen.append(what)
-        exchange(what, tensor)
+        exchange(what, *arguments)
 
     engine._communicator._exchange = noted  # type: ignore[method-assign]
     return seen

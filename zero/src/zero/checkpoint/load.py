@@ -183,7 +183,7 @@ class _Load:
             if form is not None and form != forms.get(parameter):
                 raise StateError(
                     f"parameter {name!r} was saved as {form} and is now "
-                    f"{forms.get(parameter, 'plain values')}: quantise the model as it was when it was saved"
+                    f"{forms.get(parameter, 'plain values')}: build the model as it was when it was saved"
                 )
 
     def _of_this_rank(self, name: str) -> str | None:
