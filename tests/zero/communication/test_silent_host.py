@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from torch.distributed import HashStore
@@ -25,6 +25,9 @@ from tests.accelz.forked import started_ranks
 from tests.zero.helpers.waiting import end, wait_until
 from zero.checkpoint.save_messages import SaveMessages
 from zero.communication.communicator import Communicator
+from zero.communication.grid import Grid
+from zero.communication.job import JobGroups
+from zero.communication.line import Line
 from zero.communication.reports import Failure, Reports
 from zero.communication.waits import Waits
 
@@ -92,8 +95,10 @@ def save() -> None:
 
 
 def engine() -> None:
-    line, job = SimpleNamespace(engine=1), SimpleNamespace(peers=Peers(), launch=None)
-    groups: Any = SimpleNamespace(data=group_of(0.2), control=None, line=line, job=job)
+    job: Any = SimpleNamespace(peers=Peers(), launch=None)
+    whole = group_of(0.2)
+    groups = JobGroups(job, Grid.plain(2), whole, whole, whole, ranks=(0, 1))
+    groups.line = cast(Line, SimpleNamespace(engine=1))
     accelerator: Any = SimpleNamespace(collectives=None)
     Communicator(accelerator, groups, "Net")
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from accelz import HOST, Accelerator, CollectiveError, Group, Handle, ReduceOp
 from accelz.ranks.exchange import Exchange, unused_key
-from zero.communication.differences import first_line, first_setting
+from zero.communication.differences import LACKS, first_line, first_setting
 from zero.communication.disk_errors import PostponedDiskErrors
 from zero.communication.failures import Issued
 from zero.communication.grid import Grid
@@ -315,7 +315,7 @@ class Communicator:
         """Raise RankMismatchError unless every rank of `group` passes the same text under every name.
 
         facts: the same names on all ranks. A text has a fact a line; the error shows the first that differs.
-        advice: what to do, by name.
+        advice: what to do, by name, where a fact differs that all ranks have.
         """
         if self.group.size == 1:
             return
@@ -324,7 +324,8 @@ class Communicator:
         unequal = [what for what, same in zip(facts, equal, strict=True) if not same]
         if unequal:
             every = self.all_gather_object(facts[unequal[0]].splitlines())
-            raise _disagreement(unequal, first_line(every, self.name), advice)
+            shown = first_line(every, self.name)
+            raise _disagreement(unequal, shown, None if shown.endswith(LACKS) else advice)
 
     def check_equal_along(
         self, dims: Collection[str], facts: Mapping[str, str], advice: Mapping[str, str] | None = None

@@ -6,6 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
+LACKS = "does not have"
+"""So ends what `first_line` says of a line that one of the ranks lacks."""
+
 
 def first_line(every: Sequence[Sequence[str]], name: Callable[[int], str] = str) -> str:
     """Show the first line in which a rank differs from rank 0. every: lines by rank, not all equal. name:
@@ -17,9 +20,9 @@ def first_line(every: Sequence[Sequence[str]], name: Callable[[int], str] = str)
         if first != other
     )
     if first is None:
-        return f"{other} on rank {name(rank)}, which rank {name(0)} does not have"
+        return f"{other} on rank {name(rank)}, which rank {name(0)} {LACKS}"
     if other is None:
-        return f"{first} on rank {name(0)}, which rank {name(rank)} does not have"
+        return f"{first} on rank {name(0)}, which rank {name(rank)} {LACKS}"
     return f"{first} on rank {name(0)} and {other} on rank {name(rank)}"
 
 
