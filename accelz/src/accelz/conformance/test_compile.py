@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._inductor import config as inductor
 from torch.nn import functional as F
 
 from accelz.accelerator import Accelerator
@@ -16,6 +17,8 @@ from accelz.roles.flat_buffer import rebind
 WHERE = "Capabilities.compile"
 WIDTH, ROWS = 16, 8
 BOUND = TOLERANCE[torch.float32]
+QUICKLY = {"compile_threads": 1, "cpp.simdlen": 1}
+"""No processes for what takes seconds, and no search for the host's vector instructions by trial programs."""
 DO = {
     "aot_eager": 'give torch what the error asks for, or declare compile="none"',
     "inductor": "register the device's code generator and its device interface with torch, or declare "
@@ -49,8 +52,9 @@ class CompileContract:
         values = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
         torch.compiler.reset()
         try:
-            result = torch.compile(model, backend=how, fullgraph=True)(values.to(accelerator.device))
-            result.square().sum().backward()
+            with inductor.patch(QUICKLY):
+                result = torch.compile(model, backend=how, fullgraph=True)(values.to(accelerator.device))
+                result.square().sum().backward()
         except Exception as error:
             came = f"{type(error).__name__}: {str(error)[:2000]}\n{stack_of(error)[-2000:]}"
             raise ContractBroken(WHERE, f"{how} is declared and must compile", came, DO[how]) from error
