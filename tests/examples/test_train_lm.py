@@ -128,10 +128,8 @@ def test_it_learns_and_reports(straight: Outcome) -> None:
     assert first["tokens_per_second"] > 0
     assert first["grad_norm"] > 0
     assert [first[f"memory/rank{rank}"] > 0 for rank in range(2)] == [True, True]
-    assert straight.printed.count(f"validation loss {straight.validation[-1]:.3f}") == 2, (
-        "told, and at the end"
-    )
-    assert straight.printed.count("validation loss") == 5, "from step 3 on with the steps, and at the end"
+    last = f"validation loss {straight.validation[-1]:.3f}"
+    assert straight.printed.count(last) == 2, "with the last step, and at the end"
     assert straight.sample.strip().startswith("def ")
     assert "\x1b" not in straight.printed, "no terminal, no escape codes"
 

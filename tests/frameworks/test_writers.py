@@ -56,7 +56,10 @@ def test_tensorboard(tmp_path: Path) -> None:
 
 
 def test_wandb_offline(tmp_path: Path) -> None:
+    import wandb
+
     losses = train(WeightsAndBiases(every=2, project="test", mode="offline", dir=str(tmp_path)))
+    wandb.teardown()  # its service has written all then
     (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
     data = file.read_bytes()  # records in which names and JSON values stand as they are
     assert all(f"{loss:.16f}"[:12].encode() in data for loss in losses)
