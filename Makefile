@@ -16,8 +16,7 @@ ARGS ?=
 PYTEST_OPTIONS = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 PYTEST = $(BIN)/python -m pytest $(PYTEST_OPTIONS)
 
-
-.PHONY: setup sim train test quick frameworks check lints format bench clean
+.PHONY: setup sim arguments train test quick frameworks check lints format bench clean
 
 setup: $(STAMP)
 
@@ -35,7 +34,10 @@ $(SIM_STAMP): $(STAMP) $(wildcard $(SIM)/csrc/*) $(SIM)/setup.py $(SIM)/pyprojec
 	$(BIN)/python -m pip install --quiet --no-build-isolation --no-deps -e ./$(SIM)
 	touch $@
 
-train: setup  ## a byte-level language model on Python's own sources, sharded over RANKS processes
+arguments:
+	@$(PYTHON) examples/lm_settings.py $(RANKS) $(ARGS)
+
+train: arguments setup  ## a byte-level language model on Python's own sources, sharded over RANKS processes
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_lm.py $(ARGS)
 
 test quick: export PYTHONDONTWRITEBYTECODE =  # hundreds of processes import the packages: they are compiled once

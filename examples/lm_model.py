@@ -5,23 +5,13 @@ Nothing here knows about zero: this is an ordinary module.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lm_settings import Shape
+
 BYTES = 256  # the vocabulary
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Sizes of the model. width: a multiple of 2 × heads. context: bytes that it can look back on."""
-
-    layers: int
-    width: int
-    heads: int
-    context: int
 
 
 class Rotary(nn.Module):

@@ -1,19 +1,33 @@
-"""The command line of train_lm.py: one field, one flag."""
+"""The command line of train_lm.py: one field, one flag.
+
+    python lm_settings.py RANKS [FLAGS]
+
+says what is wrong with the flags of a run on so many ranks. That needs nothing but Python, and is known
+before anything is installed or started.
+"""
 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-import zero
-from lm_model import Shape
-
 REPORTED_STEP = 3  # of a run: the first that is like all later ones
 
 _OUT = Path("runs/lm")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of the model. width: a multiple of 2 × heads. context: bytes that it can look back on."""
+
+    layers: int
+    width: int
+    heads: int
+    context: int
 
 
 def _flag(default: Any, text: str, least: float | None = None, choices: tuple[Any, ...] | None = None) -> Any:
@@ -92,15 +106,6 @@ class Settings:
         return Shape(self.layers, self.width, self.heads, self.context)
 
     @property
-    def tiers(self) -> zero.Offload | Literal["auto"] | None:
-        """What zero is told about --offload."""
-        if self.offload == "disk":
-            return zero.Offload(optimizer="disk", path=self.swap)
-        if self.offload == "host":
-            return zero.Offload(optimizer="host")
-        return "auto" if self.offload == "auto" else None
-
-    @property
     def last_step(self) -> int:
         """The step at which this run ends; the schedule always spans `steps`."""
         return min(self.stop_at or self.steps, self.steps)
@@ -131,3 +136,19 @@ class _Parser(argparse.ArgumentParser):
 
 def _name(field_name: str) -> str:
     return "--" + field_name.replace("_", "-")
+
+
+def main() -> int:
+    ranks, *flags = sys.argv[1:]
+    if {"-h", "--help"} & set(flags):
+        return 0
+    try:
+        parse(flags, "").check_ranks(int(ranks))
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 import torch
 from safetensors.torch import save_file
@@ -46,7 +46,7 @@ class Run:
         if settings.offload == "disk":
             settings.swap.mkdir(parents=True, exist_ok=True)
         self.corpus = load_corpus(settings.shape.context, settings.max_bytes)
-        config = zero.Config(stage=settings.stage, precision=settings.precision, offload=settings.tiers)
+        config = zero.Config(stage=settings.stage, precision=settings.precision, offload=tiers(settings))
         torch.manual_seed(settings.seed)
         with zero.init(config):  # no rank ever holds the whole model
             self.model = LanguageModel(settings.shape)
@@ -178,6 +178,15 @@ class Run:
     def say(self, text: str) -> None:
         if self.engine.rank == 0:
             self.console.console.print(text, soft_wrap=True, markup=False)
+
+
+def tiers(settings: Settings) -> zero.Offload | Literal["auto"] | None:
+    """What zero is told about --offload."""
+    if settings.offload == "disk":
+        return zero.Offload(optimizer="disk", path=settings.swap)
+    if settings.offload == "host":
+        return zero.Offload(optimizer="host")
+    return "auto" if settings.offload == "auto" else None
 
 
 class Ranks:

@@ -182,7 +182,8 @@ def test_the_report_is_of_the_third_step_or_refused(tmp_path: Path) -> None:
 
 def test_the_weights_need_no_zero(straight: Outcome, example_modules: None) -> None:
     from lm_data import load_corpus, validation_rows
-    from lm_model import LanguageModel, Shape
+    from lm_model import LanguageModel
+    from lm_settings import Shape
 
     model = LanguageModel(Shape(**SHAPE))
     load_model(model, straight.out / "model.safetensors")
@@ -245,6 +246,25 @@ def test_wrong_flags_say_what_is_wrong(arguments: list[str], message: str, examp
 
     with pytest.raises(ValueError, match=message):
         parse(arguments, "")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--batch", "3"], "--batch 3 cannot be divided among 2 ranks"),
+        (["--layer", "0"], "--layers must be at least 1, got 0"),
+        (["--stage", "4"], "--stage"),
+        (["--batch", "4", "--accumulate", "2"], ""),
+        (["--help"], ""),
+    ],
+)
+def test_wrong_flags_are_known_before_anything_is_installed(flags: list[str], message: str) -> None:
+    """In a Python without packages."""
+    command = [sys.executable, "-S", "-I", str(EXAMPLES / "lm_settings.py"), "2", *flags]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == (2 if message else 0), ended.stderr
+    assert ended.stderr.count("\n") == bool(message)
+    assert message in ended.stderr
 
 
 def test_the_readmes_command_is_one(example_modules: None) -> None:
