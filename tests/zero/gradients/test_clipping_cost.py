@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
-from typing import Any
+from typing import Any, cast
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
 from tests.zero.helpers.models import fresh, language_loss
 from tests.zero.helpers.training import adamw
-from zero.sharding.stand_in import ShardedGradient
+from zero.sharding.stand_in import HeldGradient, ShardedGradient, StandIns
 
 
 class Calls(TorchFunctionMode):
@@ -45,3 +47,28 @@ def traffic_body(context: Context) -> tuple[int, int, int]:
 
 def test_clipping_takes_one_collective_for_all_parameters(cluster: Clusters) -> None:
     assert cluster(2).run(traffic_body) == [(1, 0, 0)] * 2
+
+
+class OneAtATime:
+    """Stands behind gradients of ones, of which no two may be whole at a time."""
+
+    def __init__(self) -> None:
+        self.put_back: list[float] = []
+        self._last: Any = lambda: None
+
+    def full(self, parameter: nn.Parameter) -> Tensor:
+        assert self._last() is None
+        whole = torch.ones(parameter.shape)
+        self._last = weakref.ref(whole)
+        return whole
+
+    def put(self, parameter: nn.Parameter, whole: Tensor) -> None:
+        self.put_back.append(float(whole.sum()))
+
+
+def test_clipping_by_value_has_one_gradient_whole_at_a_time() -> None:
+    parameters, held = [nn.Parameter(torch.zeros(n)) for n in (1, 2, 3)], OneAtATime()
+    stand_ins = StandIns(ShardedGradient)
+    stand_ins.show(parameters, cast(HeldGradient, held))
+    nn.utils.clip_grad_value_(parameters, 0.5)
+    assert held.put_back[-3:] == [0.5, 1.0, 1.5]

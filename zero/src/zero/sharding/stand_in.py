@@ -339,6 +339,9 @@ def _answer_itself(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
 def _answer_whole(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Any other function, of whole gradients. One that changes its first argument, or writes to `out`,
     changes the gradient."""
+    if _takes_each(func, args, kwargs):  # so that they are not whole all at once
+        parts = [_answer_whole(func, ([each], *args[1:]), kwargs) for each in args[0]]
+        return [part for (part,) in parts]
     wholes: dict[int, Tensor] = {}
 
     def whole(value: Any) -> Any:
@@ -359,6 +362,13 @@ def _answer_whole(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
             parameter, held = target.of
             held.put(parameter, local_gradient(parameter, wholes[id(target)]))
     return args[0] if changes else kwargs.get("out", result)
+
+
+def _takes_each(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a function does the same to each of several tensors by itself."""
+    others = (*args[1:], *kwargs.values())
+    several = getattr(func, "__name__", "").startswith("_foreach_") and len(args[0]) > 1
+    return several and not any(isinstance(each, (list, tuple)) for each in others)
 
 
 def _changes_in_place(func: Callable[..., Any]) -> bool:
