@@ -26,6 +26,7 @@ from benchmarks import (
     kernels,
     loop_peers,
     machine,
+    mesh_peers,
     offload,
     offload_peers,
     peers,
@@ -128,6 +129,10 @@ def step_(
         raise typer.BadParameter(f"--link is between two hosts: {ranks} ranks cannot be divided evenly")
     of_muon = optimizer is StepOptimizer.muon
     named = tuple(name for name in _peers(peer) if not (of_muon and name == "deepspeed3"))
+    if set(named) & set(mesh_peers.PEERS) and ranks % mesh_peers.TENSOR:
+        raise typer.BadParameter(
+            f"{', '.join(mesh_peers.PEERS)} divide blocks over {mesh_peers.TENSOR} ranks"
+        )
     if set(named) & set(host_peers.PEERS) and (link is None or ranks < 2 * COUNT):
         needed = f"--link, and --ranks {2 * COUNT} or more"
         raise typer.BadParameter(f"{', '.join(host_peers.PEERS)} need {needed}")
@@ -388,7 +393,7 @@ def _write(context: dict[str, Any], results: Sequence[Result], outputs: Outputs)
 
 def _peers(names: str) -> tuple[str, ...]:
     chosen = tuple(dict.fromkeys(name.strip() for name in names.split(",") if name.strip()))
-    known = (*peers.PEERS, *loop_peers.PEERS, *offload_peers.PEERS, *host_peers.PEERS)
+    known = (*peers.PEERS, *loop_peers.PEERS, *mesh_peers.PEERS, *offload_peers.PEERS, *host_peers.PEERS)
     unknown = [name for name in chosen if name not in known]
     if unknown or not chosen:
         raise typer.BadParameter(f"unknown: {', '.join(unknown)}; the peers are {', '.join(known)}")

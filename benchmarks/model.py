@@ -47,7 +47,7 @@ class Attention(nn.Module):
         mixed = F.scaled_dot_product_attention(
             _rotate(query, *rotation), _rotate(key, *rotation), value, is_causal=True
         )
-        result: Tensor = self.output(mixed.transpose(1, 2).reshape(x.shape))
+        result: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
         return result
 
 

@@ -117,11 +117,14 @@ class Masters:
 
 
 class ZeroPeer(Peer):
-    """zero. config: further settings of `zero.Config`."""
+    """zero. mesh: of which "dp" is the data's dimension. config: further settings of `zero.Config`."""
 
-    def __init__(self, model: Decoder, setting: Setting, **config: Any) -> None:
+    def __init__(
+        self, model: Decoder, setting: Setting, mesh: DeviceMesh | None = None, **config: Any
+    ) -> None:
         config = {"precision": setting.precision, "timeout": setting.timeout, **config}
-        self._engine = zero.initialize(model, optimizers_of(model, setting), zero.Config(**config))
+        optimizers, dims = optimizers_of(model, setting), mesh and "dp"
+        self._engine = zero.initialize(model, optimizers, zero.Config(**config), mesh=mesh, data_dims=dims)
         self._engine.traffic.clear()
 
     def step(self, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -158,7 +161,7 @@ def build_plain(model: Decoder, setting: Setting) -> PlainPeer:
 
 
 def build_ddp(model: Decoder, setting: Setting) -> Peer:
-    _join(setting)
+    join(setting)
     _move(model)
     optimizers = _torch_optimizers(model, setting)  # first, as it changes dtypes, which DDP looks at
     return TorchPeer(DistributedDataParallel(model, gradient_as_bucket_view=True), optimizers)
@@ -175,7 +178,7 @@ def build_fsdp2(
     mesh: makes the mesh for a device type, after the process group is initialised; None for all ranks in one
     dimension. options: further options of `fully_shard`.
     """
-    _join(setting)
+    join(setting)
     kind = _move(model).type
     options["mesh"] = init_device_mesh(kind, (setting.ranks,)) if mesh is None else mesh(kind)
     if setting.precision == "bf16":
@@ -215,7 +218,7 @@ def prepare(name: str) -> None:
         __import__(REQUIRES[name])
 
 
-def _join(setting: Setting) -> None:
+def join(setting: Setting) -> None:
     dist.init_process_group(_library(), timeout=timedelta(seconds=setting.timeout))
 
 

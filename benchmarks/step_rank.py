@@ -14,7 +14,7 @@ from torch import Tensor
 
 import accelz
 from accelz import Accelerator
-from benchmarks import compiled_peers, host_peers, loop_peers, model, offload_peers, peers
+from benchmarks import compiled_peers, host_peers, loop_peers, mesh_peers, model, offload_peers, peers
 
 POOL = 4  # batches that a rank trains on in turn, few enough for a working peer's loss to fall
 
@@ -52,11 +52,11 @@ class StepRank:
 
     def build(self) -> None:
         """Make the model, pass it to the peer, and release the memory that building left behind."""
-        rank = int(os.environ["RANK"])
+        rank = mesh_peers.data_rank(self._name, int(os.environ["RANK"]))
         accelerator = self._accelerator = self._bound()
         batches = model.make_batches(self._size, self._setting.batch, self._length, rank, POOL)
         self._batches = [(x.to(accelerator.device), y.to(accelerator.device)) for x, y in batches]
-        zeros = loop_peers.PEERS | offload_peers.PEERS | compiled_peers.PEERS
+        zeros = mesh_peers.PEERS | loop_peers.PEERS | offload_peers.PEERS | compiled_peers.PEERS
         every = peers.PEERS | zeros | host_peers.PEERS
         make = every[self._name]
         with accelerator.device:  # on a host, random numbers for a large model take half a minute
