@@ -124,7 +124,9 @@ class Config(Validated):
     @field_validator("local_modules", mode="before")
     @classmethod
     def _as_pairs(cls, value: Any) -> Any:
-        return tuple(value.items()) if isinstance(value, Mapping) else value
+        if isinstance(value, Mapping):
+            return tuple(value.items())
+        return tuple(map(tuple, value)) if isinstance(value, list) else value  # as JSON has it
 
     @field_validator("units", "autocast_modules", mode="before")
     @classmethod

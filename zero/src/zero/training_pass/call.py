@@ -109,7 +109,7 @@ class CallEdges:
     def keep_receivers(self, parameters: Iterable[nn.Parameter]) -> None:
         """Note the parameters' receivers, while they have the dtype that the call computes in."""
         if self.call.fmt.dtype is not None:
-            with torch._C.DisableTorchFunctionSubclass():
+            with apart(), torch._C.DisableTorchFunctionSubclass():
                 self.receivers = [get_gradient_edge(p).node for p in parameters if p.requires_grad]
 
     def gives_gradients(self) -> bool:
