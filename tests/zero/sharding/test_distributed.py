@@ -160,7 +160,7 @@ def test_tensor_parallel_models_train_as_one_process(cluster: Clusters, ranks: i
 
 
 def mesh_body(context: Context) -> dict[str, float]:
-    """All ranks are one job: one norm, which counts each block once."""
+    """All ranks are one job: one norm, which counts each block once. Also of an optimizer that came later."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     mine = mesh.get_local_rank("dp")
     errors = {}
@@ -168,7 +168,10 @@ def mesh_body(context: Context) -> dict[str, float]:
         model, norms = Sequence(mesh["tp"]), []
         told, wanted_norms, weights = unsharded(2, CLIP)
         config = zero.Config(timeout=20, stage=stage, clip_norm=None if by_program else CLIP)
-        engine = zero.initialize(model, sgd(model), config, mesh=mesh, data_dims="dp")
+        first = sgd if by_program else adamw
+        engine = zero.initialize(model, first(model), config, mesh=mesh, data_dims="dp")
+        if not by_program:
+            engine.attach(sgd(model))
         losses = []
         for step in range(STEPS):
             loss = loss_of(model, mine, step)
@@ -322,6 +325,9 @@ def refused_body(context: Context) -> None:
         zero.OptimizerError, match="some are DTensors, of which each rank would step its block"
     ):
         zero.initialize(model, [matrices, rest], process_group=group)
+    engine = zero.initialize(model, process_group=group)
+    with pytest.raises(zero.OptimizerError, match="of which each rank would step its block"):
+        engine.attach([matrices, rest])
 
 
 def test_what_is_refused(cluster: Clusters) -> None:

@@ -105,6 +105,12 @@ def saved_body(context: Context, path: str) -> None:
     engine = zero.initialize(model, adamw(model), zero.Config(timeout=20))
     losses(model, engine)
     engine.save_checkpoint(path)
+    for name, kind in KINDS.items():  # small enough to be kept whole on all ranks
+        model = moved(built(kind))
+        engine = zero.initialize(model, adamw(model), zero.Config(timeout=20, persistent_below=1 << 20))
+        losses(model, engine, 1)
+        engine.save_checkpoint(f"{path}-{name}")
+        engine.load_checkpoint(f"{path}-{name}")
 
 
 def loaded_body(context: Context, path: str) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from accelz import Accelerator, AccelzError
 from zero.communication.communicator import Communicator
@@ -191,6 +192,11 @@ def check_distributed(model: nn.Module, data: Collection[int], dims: Collection[
     for name, parameter in model.named_parameters():
         if not is_distributed(parameter):
             continue
+        if is_traceable_wrapper_subclass(local_of(parameter)):
+            raise ModelError(
+                f"parameter {name!r} is a DTensor around a {type(local_of(parameter)).__name__}, of which "
+                "zero knows no blocks: quantise layers that are not divided, or the other way round"
+            )
         if len(ranks_of(parameter) & set(data)) > 1:
             raise ModelError(
                 f"parameter {name!r} is a DTensor over ranks with different data, which zero itself shards "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -59,8 +59,7 @@ def prepare(
     """Examine model, optimizer and settings; raise ConfigError or OptimizerError if they do not fit together.
 
     for_graphs: make the units of compiled training, if the settings ask for it. dims: of the job's mesh, if
-    there is one. Warnings name the line that
-    called this function's caller.
+    there is one. Warnings name the line that called this function's caller.
     """
     plans = find_units(model, config.units, config.persistent_below)
     if for_graphs and config.compile is not None and config.stage == 3:
@@ -75,9 +74,14 @@ def prepare(
     for parameter, along in distributed.items():
         if along and dims:
             apart[parameter] = apart.get(parameter, frozenset()) | along
-        if along and ways.get(parameter, Stepping()).whole:
-            raise OptimizerError(_BLOCKS)
+    check_blocks(ways)
     return Prepared(plans, exact, castable, optimizer, param_group_of, ways, apart)
+
+
+def check_blocks(ways: Mapping[nn.Parameter, Stepping]) -> None:
+    """Raise OptimizerError if a block of a DTensor would be stepped as a whole parameter."""
+    if any(way.whole and is_distributed(p) and divided_along(p) for p, way in ways.items()):
+        raise OptimizerError(_BLOCKS)
 
 
 _BLOCKS = (

@@ -18,6 +18,7 @@ from zero.communication.mesh import Meshes
 from zero.config.training import Config
 from zero.drafts.checks import how_stepped
 from zero.drafts.offload_fit import check_offload
+from zero.drafts.preparation import check_blocks
 from zero.engine import Engine
 from zero.errors import UsageError
 from zero.gradients.factor import GradientFactor
@@ -105,6 +106,7 @@ def _attach(engine: Engine, sharded: Sharded, optimizer: Optimizer | Sequence[Op
     param_group_of = check_optimizer(optimizer, model, config)
     check_offload(model, optimizer, config)
     ways = steppings(optimizer, config)
+    check_blocks(ways)
     _check_same(sharded, optimizer, param_group_of)
     if before or any(len(ways_of(group.parameters, ways)) > 1 for group in sharded.trainable):
         stores = Stores(sharded.stores.accelerator, config.offload)

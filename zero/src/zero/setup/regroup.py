@@ -22,12 +22,14 @@ def regrouped(
 ) -> list[ShardedUnit]:
     """Build units whose groups are those that `zero.initialize` would make for this optimizer; collective.
 
-    One unit at a time is whole, with its most precise values. stores: for the new groups. full_parameters: of
+    One unit at a time is whole, with its most precise values; state of the units that there are stays until
+    the end. stores: for the new groups. full_parameters: of
     the units that there are, which are used up. Raises OffloadError, before anything is changed, if a rank
     finds no space on its disk.
     """
     communicator, units = full_parameters.communicator, full_parameters.units
-    prepared = prepare(model, optimizer, config, for_graphs=True)
+    grid = communicator.grid
+    prepared = prepare(model, optimizer, config, for_graphs=True, dims=grid.names if grid.told else ())
     budgeted = config.offload.budget("optimizer") is not None
     moments = moments_of(optimizer, dtype_named(config.precision)) if budgeted else {}
     meshes, placer = full_parameters.meshes, Placer(config.offload, stores.host)
@@ -55,5 +57,5 @@ def _make_whole(unit: ShardedUnit, full_parameters: FullParameters) -> None:
         wholes = [full_parameters.gather(unit, group, group.widest) for group in unit.groups]
     unit.guard.open()
     for group, whole in zip(unit.groups, wholes, strict=True):
-        for index, parameter in enumerate(group.parameters):
-            parameter.data = view_of(whole, group, index).clone()
+        for index, local in enumerate(group.local):
+            local.data = view_of(whole, group, index).clone()

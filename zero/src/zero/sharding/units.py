@@ -78,7 +78,11 @@ def _unit_plan(
         suffix, parameter = outer.get(id(leaf), ("", leaf))
         mine.setdefault(parameter, leaf_name.removesuffix(f".{suffix}"))
     hooked, persistent = _hooked_modules(model, name, chosen, mine), name == PERSISTENT
-    inside = {} if persistent else mine.keys() - {leaf for _, leaf in found}
+    here = {leaf for _, leaf in found}
+    inside = mine.keys() - here
+    if persistent:  # a wrapper with leaves elsewhere, too, belongs there
+        elsewhere = {id(p) for key, (_, p) in outer.items() if key not in set(map(id, here))}
+        inside = {parameter for parameter in inside if id(parameter) not in elsewhere}
     wrappers = tuple((called, parameter) for parameter, called in mine.items() if parameter in inside)
     return UnitPlan(name, hooked, tuple(found), persistent, wrappers)
 

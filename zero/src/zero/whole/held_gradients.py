@@ -62,6 +62,7 @@ class HeldGradients:
         optimizer.installed.moved = weakref.WeakMethod(self._show_moved_pieces)
         self._multipliers: dict[nn.Parameter, tuple[Multiplier, ...]] = {}
         self._pieces: dict[GroupGradients, Tensor] = {}
+        self._times: Tensor | None = None
         self._copied: tuple[Tensor, int, Tensor] | None = None  # the last multiplier, its version, a copy
         self._dropped: set[nn.Parameter] = set()  # whose old values are still there
         self._unscaled = False  # by a GradScaler
@@ -316,16 +317,22 @@ class HeldGradients:
                 if gradients.slice.present:
                     self._put_norms(gradients, order, total)
         ranks = self._communicator.alike
-        times = [gradients.times for gradients, _ in self._places.values()]
-        if any(each < ranks.size for each in times):
+        if any(gradients.times < ranks.size for gradients in self._reducer.all):
             finite = math.isfinite(order)
             total = total.pow_(order) if finite else total
-            if finite and max(times) > 1:
-                total /= torch.tensor(times, dtype=torch.float32, device=total.device)
+            if finite and any(gradients.times > 1 for gradients in self._reducer.all):
+                total /= self._times_on(total.device)
             self._communicator.all_reduce("gradient norms", total, ranks, "sum" if finite else "max").wait()
             total = total.pow_(1 / order) if finite else total
         mean = self._factor.mean()
         return total if mean is None else total.mul_(mean)
+
+    def _times_on(self, device: torch.device) -> Tensor:
+        """How many ranks have the same values of each parameter, (parameters,), on the device."""
+        if self._times is None:
+            times = [gradients.times for gradients, _ in self._places.values()]
+            self._times = torch.tensor(times, dtype=torch.float32, device=device)
+        return self._times
 
     def _put_norms(self, gradients: GroupGradients, order: float, total: Tensor) -> None:
         """Put the norms of this rank's parts of one group's gradients in their places."""
