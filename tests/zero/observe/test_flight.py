@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import resource
 import shutil
 import signal
 import threading
@@ -20,6 +22,7 @@ from tests.zero.helpers.loops import train_on
 from tests.zero.helpers.paths import decaying, fresh, straight
 from tests.zero.helpers.waiting import wait_until
 from zero.observe.flight_file import Collective, Flight, read
+from zero.observe.flight_recorder import FlightRecorder
 from zero.observe.hang import explain
 
 GATHER = "all_gather of unit 'blocks.3' (64 x float32)"
@@ -124,3 +127,52 @@ def test_a_folder_without_flights_or_with_others_is_an_error(tmp_path: Path) -> 
     assert [each.rank for each in read(tmp_path)] == [0]
     (tmp_path / "rank-00001.flight.json").write_text('{"rank": 1}')
     assert "is not what a flight recorder writes" in run("explain-hang", tmp_path).stderr
+
+
+def high_pipe() -> tuple[int, int]:
+    """A pipe whose descriptors are those of a process with many files."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    low = os.pipe()
+    high = [fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, 1100) for each in low]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    for each in low:
+        os.close(each)
+    return high[0], high[1]
+
+
+@pytest.mark.host
+def test_a_recorder_of_another_thread_answers_and_rests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe = high_pipe()
+    monkeypatch.setattr(os, "pipe", lambda: pipe)
+    monkeypatch.setattr("zero.observe.flight_recorder.LOOK_EVERY", 0.05)
+    maker = threading.Thread(target=FlightRecorder, args=(tmp_path, 0, 2))
+    maker.start()
+    maker.join()
+    began = time.process_time()
+    time.sleep(0.4)
+    assert time.process_time() - began < 0.2
+    (tmp_path / "asked").write_text("1")
+    wait_until((tmp_path / "rank-00000.flight.json").exists)
+
+
+@pytest.mark.host
+def test_a_failure_is_written_once_for_each_engine_and_never_masked(tmp_path: Path) -> None:
+    folder = tmp_path / "flights"
+    made: list[FlightRecorder] = []
+    maker = threading.Thread(target=lambda: made.append(FlightRecorder(folder, 0, 1)))
+    maker.start()
+    maker.join()
+    recorder = made[0]
+    for why in ("first", "second"):
+        recorder.failed(why)
+    assert [flight.reason for flight in read(folder)] == ["first"]
+    recorder.rearm()
+    recorder.failed("third")
+    assert [flight.reason for flight in read(folder)] == ["third"]
+    recorder.rearm()
+    shutil.rmtree(folder)
+    with pytest.warns(RuntimeWarning, match="could not write"):
+        recorder.failed("fourth")

@@ -67,6 +67,8 @@ class JobGroups:
         """Begin a line for a new engine."""
         self.line = Line(self.whole, self.job.engines, self.ranks, self.grid.name)
         self.line.failures.recorder = self.recorder
+        if self.recorder is not None:
+            self.recorder.rearm()
 
     def record_flight(self, folder: Path) -> None:
         """Have the process's recorder write what is issued. Raises what `recorder_of` raises."""
@@ -74,6 +76,7 @@ class JobGroups:
         self.recorder = recorder_of(folder, self.whole.rank, self.whole.size)
         self.recorder.alike = self.ranks
         self.recorder.collectives = lambda: [] if (alive := groups()) is None else alive.line.log.described()
+        self.recorder.rearm()
         self.line.failures.recorder = self.recorder
 
     def part(self, parts: Parts) -> Group:

@@ -24,7 +24,7 @@ from typing import Any
 
 from zero.errors import UsageError
 from zero.observe.flight_file import KEPT, Collective, Flight, path_of
-from zero.warning import is_inside
+from zero.warning import is_inside, warn
 
 LOOK_EVERY = 1.0
 """Seconds between looks at whether another rank asks."""
@@ -54,19 +54,29 @@ class FlightRecorder:
 
     def failed(self, why: str) -> None:
         """A collective has failed: write, and ask the others to. What comes later writes nothing more."""
-        if not self._failed:
+        if self._failed:
+            return
+        self._failed = True
+        try:
             self._write(why)
-            self._failed = True
             self._ask_others()
+        except OSError as error:  # the collective's own error is worth more
+            warn(f"the flight recorder could not write to {self.folder}: {error}", RuntimeWarning)
+
+    def rearm(self) -> None:
+        """A new engine begins: its failures are written, too."""
+        if self._failed:
+            self._seen, self._failed = self._asked(), False
 
     def _serve(self) -> None:
+        poll = select.poll()  # select() takes no descriptor from 1024 on
+        poll.register(self._signals, select.POLLIN)
         while True:
-            ready, _, _ = select.select([self._signals], [], [], LOOK_EVERY)
-            signals = os.read(self._signals, 4096) if ready else b""
+            signals = os.read(self._signals, 4096) if poll.poll(1000 * LOOK_EVERY) else b""
             if signals and self._next >= 0:
                 with suppress(OSError):
                     os.write(self._next, signals)
-            with suppress(OSError):  # there will be another look
+            with suppress(Exception):  # there will be another look
                 self._look(signal.SIGUSR1 in signals)
 
     def _look(self, signalled: bool) -> None:
@@ -153,10 +163,10 @@ def _listen(into: int) -> int:
     """Have SIGUSR1 written to a pipe, beside what it did before. Returns where other signals are to be sent
     on, or -1.
 
-    Only a main thread can. Elsewhere ranks still write when a collective fails, or when another asks.
+    Only a main thread can. Elsewhere ranks still write when a collective fails, or when another asks; the
+    pipe stays open, as its end would be read without a pause.
     """
     if threading.current_thread() is not threading.main_thread():
-        os.close(into)
         return -1
     before: Any = signal.getsignal(signal.SIGUSR1)
     signal.signal(signal.SIGUSR1, before if callable(before) else _ignore)
