@@ -62,6 +62,34 @@ def one_step(training: Training, context: Context, number: int, **logged: Any) -
     training.engine.log(loss=loss, tokens=10, **logged)
 
 
+class Once(Recorder):
+    """Ends by itself after a step."""
+
+    def step(self, step: Step) -> None:
+        super().step(step)
+        self.over = True
+
+
+def resume(training: Training, context: Context, path: str) -> list[Recorder]:
+    """Load a checkpoint of 4 steps while somebody observes, then have others come and go."""
+    engine = training.engine
+    told = [Recorder(), Recorder(), Once(), Recorder()]
+    for value in (torch.ones(3), "high"):  # on ranks that nobody observes, too
+        with pytest.raises(zero.UsageError, match="a number or a tensor of one element"):
+            engine.log(accuracy=value)
+    with engine.observe(told[0]):
+        engine.load_checkpoint(path)
+        with engine.observe(told[1]):
+            one_step(training, context, 6)
+        one_step(training, context, 7)
+    engine.observe(told[2])
+    for number in (8, 9):
+        one_step(training, context, number)
+    with engine.observe(told[3]):
+        one_step(training, context, 10)
+    return told
+
+
 def observed_body(context: Context, path: str) -> dict[str, Any]:
     model = fresh()
     training = Training(model, adamw(model), zero.Config(timeout=20, clip_norm=1.0))
@@ -86,11 +114,13 @@ def observed_body(context: Context, path: str) -> dict[str, Any]:
         with pytest.raises(zero.UsageError, match="grad_norm"):
             engine.log(grad_norm=1.0)
     one_step(training, context, 5)  # afterwards
+    resumed = resume(training, context, path)
     return {
         "first": first,
         "every": every,
         "norms": norms,
         "sent": Counter(engine.traffic.bytes) - before,
+        "resumed": resumed,
         "warned": [str(w.message) for w in caught if "told of nothing" in str(w.message)],
     }
 
@@ -106,13 +136,22 @@ def test_what_observers_are_told(cluster: Clusters, tmp_path: Path) -> None:
     assert told.begun == [2, 3, 4, 5]
     assert [s.number for s in steps] == [2, 3, 4, 5]
     assert told.closed == 1
-    assert [e.kind for e in told.events] == ["save", "load"]
+    assert [(e.kind, e.step) for e in told.events] == [("save", 4), ("load", 4)]
     save = told.events[0]
     assert (save.step, set(save.seconds)) == (4, {"collect", "write", "publish"})
     assert save.bytes > 0
     warned = [w for w in found[0]["warned"] if "Failing" in w]
     assert len(warned) == 1
     assert "OSError: no space left" in warned[0]
+
+
+def test_observers_after_a_load_and_beside_each_other(cluster: Clusters, tmp_path: Path) -> None:
+    found = cluster(2).run(observed_body, path=str(tmp_path / "c"))
+    outer, inner, once, last = found[0]["resumed"]
+    assert outer.runs[0].steps == 5
+    assert (outer.begun, outer.events[0].step) == ([5, 6], 4)
+    assert [[s.number for s in each.steps] for each in (outer, inner, once, last)] == [[5, 6], [5], [7], [9]]
+    assert (outer.closed, inner.closed, last.closed) == (1, 1, 1)
 
 
 def test_the_numbers_of_a_step(cluster: Clusters, tmp_path: Path) -> None:
@@ -209,6 +248,9 @@ def test_a_resumed_file_reads_like_an_uninterrupted_one(tmp_path: Path) -> None:
     path = tmp_path / "new" / "metrics.jsonl"
     run = Run("Model", "cpu", 0, 1, 10, 0, {})
     for first, last in ((1, 5), (3, 6)):
+        if first == 3:
+            with path.open("a") as file:
+                file.write('{"step": 2, "lo')  # and then it crashed
         writer = JsonLines(path)
         writer.begin(run)
         for number in range(first, last):

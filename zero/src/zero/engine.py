@@ -585,13 +585,14 @@ class Engine:
         mine = [each for each in observers if first or each.every_rank]
         if mine:
             observation.begin(mine, self._run(), weakly(self._facts), flops_per_token, peak_flops)
-        return Observing(observation)
+        return Observing(observation, mine)
 
     def log(self, **values: float | Tensor) -> None:
         """Tell the observers numbers of the step under way, or of the last one until the next begins.
 
         values: numbers or tensors of one element, of this rank, which travel to the host without a wait. What
         is logged several times in a step is averaged; `tokens` are added up and give tokens per second.
+        Raises UsageError for other values, and for names that observers are told by themselves.
         """
         self._communicator.observation.log(values)
 
@@ -600,8 +601,10 @@ class Engine:
         """The floating-point operations of a forward and backward of the model with these inputs, on this
         rank; collective.
 
-        Runs a forward. A backward counts twice its operations, as is usual for MFU: recomputation does not
-        count, nor do frozen parameters count less. Raises UsageError for a compiled model.
+        Runs a forward, which draws random numbers and updates BatchNorm's statistics as any other does in
+        training: count before a checkpoint is loaded, or in `eval()`. A backward counts twice its operations,
+        as is usual for MFU: recomputation does not count, nor do frozen parameters count less. Raises
+        UsageError for a compiled model.
         """
         if self._compiled is not None:
             raise UsageError(_NO_SINGLE_OPERATIONS)

@@ -106,6 +106,8 @@ class Checkpoints:
         with observation.within("checkpoint"), timed(seconds, "load"):
             self.wait()
             loaded = load(self._engine, self.storage, as_path(path).absolute(), options, before_change)
+        if not options.weights_only:
+            observation.load(loaded.steps)
         observation.event("load", str(loaded.path), seconds)
         return loaded
 

@@ -10,9 +10,10 @@ import atexit
 import itertools
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
+from numbers import Real
 from typing import Any
 
 import torch
@@ -84,35 +85,53 @@ class Observation:
             self._marks = [("outside", self._now())]
             self._begun, self._over = False, None
             self._logged.clear()
+            self._untold.clear()  # of observers that have ended by themselves
+            self._events.clear()
             atexit.register(self.close)
         self._rates = flops or self._rates[0], peak_flops or self._rates[1]
         self.observers += [each for each in observers if _told(each, lambda observer: observer.begin(run))]
 
-    def close(self) -> None:
-        """Tell what is left, as far as the device comes to it, and no more from now on."""
-        atexit.unregister(self.close)
+    def close(self, observers: Sequence[Observer] | None = None) -> None:
+        """Tell what is left, as far as the device comes to it, and these observers (None: all) no more from
+        now on."""
         self._settle()
+        kept: list[Observer] = []
         deadline = time.monotonic() + PATIENCE
         while self._untold and (self._deliver() or time.monotonic() < deadline):
             time.sleep(0.001 * bool(self._untold))
         self._deliver()
-        self._tell(lambda observer: observer.close())
-        self.observers.clear()
-        self._untold.clear()
+        for each in self.observers:
+            if observers is None or any(each is other for other in observers):
+                _told(each, lambda observer: observer.close())
+            else:
+                kept.append(each)
+        self.observers = kept
+        if not kept:
+            atexit.unregister(self.close)
+            self._untold.clear()
 
     def log(self, values: Mapping[str, float | Tensor]) -> None:
         """Note numbers of the step under way, or of the one before if the next has not begun.
 
-        Raises UsageError for names that observers are told by themselves.
+        Raises UsageError, on ranks without observers, too, for names that observers are told by themselves,
+        and for values that are neither numbers nor tensors of one element.
         """
         if taken := sorted(_TAKEN & values.keys()):
             raise UsageError(f"log({taken[0]}=...): observers are told the engine's own; choose another name")
+        for name, value in values.items():
+            if not (value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, Real)):
+                told = f"a tensor of {value.numel()}" if isinstance(value, Tensor) else type(value).__name__
+                raise UsageError(f"log({name}=...) takes a number or a tensor of one element, not {told}")
         if self.observers:
             into = self._logged if self._over is None else self._over.logged
             for name, value in values.items():
                 into.setdefault(name, []).append(
                     value.detach().clone() if isinstance(value, Tensor) else value
                 )
+
+    def load(self, steps: int) -> None:
+        """A checkpoint has been loaded, and the engine has taken this many steps now."""
+        self._steps = steps
 
     # -- for its parts ------------------------------------------------------------------------------------
 
@@ -264,13 +283,14 @@ def timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
 
 
 class Observing:
-    """What `engine.observe` returns: `close()`, or the end of a `with` block, ends the observation."""
+    """What `engine.observe` returns: `close()`, or the end of a `with` block, ends the observation by
+    these observers."""
 
-    def __init__(self, observation: Observation) -> None:
-        self._observation = observation
+    def __init__(self, observation: Observation, observers: Sequence[Observer]) -> None:
+        self._observation, self._observers = observation, observers
 
     def close(self) -> None:
-        self._observation.close()
+        self._observation.close(self._observers)
 
     def __enter__(self) -> Observing:
         return self

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict
-from math import isfinite
+from math import inf, isfinite
 from pathlib import Path
 
 from zero.observe.observer import Event, Observer, Run, Step
@@ -15,7 +16,8 @@ class JsonLines(Observer):
     `Step.metrics`, and {"event": "save", "step": 100, ...} for an event.
 
     The first step written takes the place of lines from that step on, so that the file of a run that is
-    resumed reads like that of one that was never interrupted. Numbers that are not finite are null.
+    resumed reads like that of one that was never interrupted; lines that cannot be read, as one that a crash
+    has cut short, go with them. Numbers that are not finite are null.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -41,5 +43,16 @@ class JsonLines(Observer):
             file.write(json.dumps(finite) + "\n")
 
     def _drop_from(self, step: int) -> None:
-        lines = self._path.read_text().splitlines(keepends=True) if self._path.exists() else []
-        self._path.write_text("".join(line for line in lines if json.loads(line)["step"] < step))
+        if self._path.exists():
+            lines = self._path.read_text(errors="replace").split("\n")
+            new = self._path.with_name(f"{self._path.name}.new")
+            new.write_text("".join(f"{line}\n" for line in lines if _step(line) < step))
+            os.replace(new, self._path)
+
+
+def _step(line: str) -> float:
+    """Infinite for a line that cannot be read."""
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, TypeError, KeyError):
+        return inf
