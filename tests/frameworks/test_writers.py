@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from urllib.error import URLError
 from urllib.request import urlopen
 
 import pytest
@@ -90,9 +91,20 @@ def test_prometheus(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    losses = train(Prometheus(port=port, path=tmp_path / "zero.prom"))
-    served = urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10).read().decode()
-    for text in (served, (tmp_path / "zero.prom").read_text()):
+    url = f"http://127.0.0.1:{port}/metrics"
+
+    class Asked(Prometheus):
+        def close(self) -> None:
+            served.append(urlopen(url, timeout=10).read().decode())
+            super().close()
+
+    served: list[str] = []
+    asked = Asked(port=port, path=tmp_path / "zero.prom")
+    Prometheus(port=port)  # as another rank of the machine makes, which is told of nothing
+    losses = train(asked)
+    with pytest.raises(URLError):
+        urlopen(url, timeout=10)
+    for text in (*served, (tmp_path / "zero.prom").read_text()):
         samples = {s.name: s for f in text_string_to_metric_families(text) for s in f.samples}
         assert samples["zero_steps_total"].value == STEPS
         assert samples["zero_tokens_total"].value == 8 * STEPS
@@ -133,3 +145,9 @@ def test_numbers_that_are_not_finite_are_written(
     writer.step(Step(10, 0.0, {"forward": 0.5}, {"loss": nan}, 0.1, {}, {}, 0.0, {}, {}, grad_norm=nan))
     writer.event(Event("save", 10, 0.0, "there"))
     writer.close()
+
+
+def test_names_that_are_alike_to_prometheus_are_one_gauge() -> None:
+    writer = Prometheus()
+    writer.step(Step(1, 0.0, {}, {"a/b": 1.0, "a_b": 2.0}, 0.1, {}, {}, 0.0, {}, {}))
+    assert writer._registry.get_sample_value("zero_last_a_b") == 2.0

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
 from pathlib import Path
 from typing import Any
 
-from zero.observe.observer import Event, Observer, Step
+from zero.observe.observer import Event, Observer, Run, Step
 
 _SECONDS = 1.0  # between files
 
@@ -16,7 +17,7 @@ class Prometheus(Observer):
     """The last step as gauges, `zero_last_loss` and the like; steps, tokens, skipped steps and events as
     counters. Needs the package prometheus_client.
 
-    port: where to answer a Prometheus server. path: of a text file to keep up to date instead, for the
+    port: where to answer a Prometheus server, from the first observation to its end. path: of a text file to keep up to date instead, for the
     textfile collector of node_exporter.
     """
 
@@ -31,8 +32,15 @@ class Prometheus(Observer):
         self._skipped = client.Counter("zero_skipped_steps", "Steps skipped.", registry=self._registry)
         self._tokens = client.Counter("zero_tokens", "Tokens of all ranks.", registry=self._registry)
         self._events = client.Counter("zero_events", "Events.", ["kind"], registry=self._registry)
-        if port is not None:
-            client.start_http_server(port, registry=self._registry)
+        self._port, self._stop = port, contextlib.ExitStack()
+
+    def begin(self, run: Run) -> None:
+        """Answer, on the ranks that are told: others make the writer, too, perhaps on the same machine."""
+        if self._port is not None:
+            server, thread = self._client.start_http_server(self._port, registry=self._registry)
+            self._port = None
+            for stop in (thread.join, server.server_close, server.shutdown):  # the last is the first called
+                self._stop.callback(stop)
 
     def step(self, step: Step) -> None:
         self._steps.inc()
@@ -47,6 +55,7 @@ class Prometheus(Observer):
         self._events.labels(event.kind).inc()
 
     def close(self) -> None:
+        self._stop.close()
         self._write()
 
     def _write(self) -> None:
@@ -55,8 +64,8 @@ class Prometheus(Observer):
             self._client.write_to_textfile(self._path, self._registry)
 
     def _gauge(self, name: str) -> Any:
-        if name not in self._gauges:
-            allowed = "zero_last_" + re.sub(r"\W", "_", name)
+        allowed = "zero_last_" + re.sub(r"\W", "_", name, flags=re.ASCII)
+        if allowed not in self._gauges:
             text = f"{name} of the last step."
-            self._gauges[name] = self._client.Gauge(allowed, text, registry=self._registry)
-        return self._gauges[name]
+            self._gauges[allowed] = self._client.Gauge(allowed, text, registry=self._registry)
+        return self._gauges[allowed]
