@@ -23,7 +23,7 @@ from tests.zero.helpers.paths import decaying, fresh, straight
 from tests.zero.helpers.waiting import wait_until
 from zero.observe.flight_file import Collective, Flight, read
 from zero.observe.flight_recorder import FlightRecorder
-from zero.observe.hang import explain
+from zero.observe.hang import explain, table
 
 GATHER = "all_gather of unit 'blocks.3' (64 x float32)"
 
@@ -113,6 +113,11 @@ def test_what_is_said() -> None:
     assert "none gets on: check the connections" in explain([flight(rank, 4) for rank in range(3)])
     apart = replace(other(1, reduce), alike=(1,))  # of another coordinate: it need not issue the same
     assert "none gets on" in explain([replace(flight(r, 4), alike=(0, 2)) for r in (0, 2)] + [apart])
+    one = flight(0, 4)
+    given_up = replace(one.collectives[1], state="failed")  # out of memory, and the program went on
+    resumed = replace(one, collectives=(one.collectives[0], given_up, *one.collectives[2:]))
+    assert "31 s in collective 4" in explain([resumed, flight(1, 3, "done"), flight(2, 4)])
+    assert table([resumed])[0].startswith("rank 0 (host, pid 100): collective 4")
     assert "No rank waits" in explain([flight(rank, 4, "done") for rank in range(3)])
     assert "have left or begun" in explain([flight(0, 4), flight(1, 4, "under way"), flight(2, 4)])
 

@@ -57,6 +57,7 @@ class NamedHandle:
             self._line.failures.explain(error, self._issued, self._ranks)
         except BaseException:
             waits.forget()
+            self._issued.state = "failed"
             raise
         waits.over(wait)
         self._issued.state = "done"
@@ -414,6 +415,7 @@ class Communicator:
             line.failures.explain(error, issued, ranks)
         except BaseException:
             line.waits.forget()
+            issued.state = "failed"
             raise
         line.waits.over(wait)
         issued.state = "under way"

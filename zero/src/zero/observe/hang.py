@@ -83,8 +83,9 @@ def _nowhere(flights: Sequence[Flight]) -> str:
 
 
 def _held_up(flight: Flight) -> Collective | None:
-    """The first collective that the rank waits in; None if it waits in none."""
-    return next((each for each in flight.collectives if each.state in _WAITING), None)
+    """The last collective that the rank waits in, as earlier ones may have been given up; None if it waits in
+    none."""
+    return next((each for each in reversed(flight.collectives) if each.state in _WAITING), None)
 
 
 def _latest(waiting: Iterable[tuple[Flight, Collective]]) -> tuple[int, Collective]:
