@@ -17,8 +17,8 @@ class Prometheus(Observer):
     """The last step as gauges, `zero_last_loss` and the like; steps, tokens, skipped steps and events as
     counters. Needs the package prometheus_client.
 
-    port: where to answer a Prometheus server, from the first observation to its end. path: of a text file to keep up to date instead, for the
-    textfile collector of node_exporter.
+    port: where to answer a Prometheus server, from the first observation to its end. path: of a text file to
+    keep up to date instead, for the textfile collector of node_exporter.
     """
 
     def __init__(self, port: int | None = None, path: str | Path | None = None) -> None:
