@@ -139,6 +139,10 @@ SPOILERS = {
     "exits": ("import os; os._exit(3)", "importing it ended the process with code 3"),
     "interrupts": ("raise KeyboardInterrupt", "KeyboardInterrupt:"),
     "closes_everything": ("import os; os.closerange(0, 999)", "importing it ended the process with code 0"),
+    "closes_everything_and_stays": (
+        "import os, time\nos.closerange(0, 999)\ntime.sleep(99)",
+        "importing it did not return within 0.3 s",
+    ),
     "talks": (
         "raise ImportError('\\x1b[2Jone\\ntwo ' + 'x' * 9999)",
         f"ImportError: [2Jone two {'x' * 276} …",

@@ -24,6 +24,8 @@ Say = Callable[[str], None]
 Call = Callable[[Say], Any]
 """A call: its result is JSON, and it raises nothing."""
 
+LOOK_SECONDS = 0.01
+
 
 @dataclass(frozen=True)
 class Lost:
@@ -94,7 +96,8 @@ def _collected(reader: int, child: int, count: int, limit: float) -> Iterator[An
         while b"\n" not in rest:
             part = _read(reader, deadline)
             if not part:
-                yield Lost(at, f"did not return within {limit:g} s" if part is None else _how_it_ended(child))
+                how = None if part is None else _how_it_ended(child, deadline)
+                yield Lost(at, how or f"did not return within {limit:g} s")
                 return
             rest += part
         line, _, rest = rest.partition(b"\n")
@@ -114,15 +117,25 @@ def _read(reader: int, deadline: float) -> bytes | None:
     return os.read(reader, 1 << 16) if ready.poll(left * 1000) else None
 
 
-def _how_it_ended(child: int) -> str:
-    """What has become of the child, whose end of the pipe is closed."""
+def _how_it_ended(child: int, deadline: float) -> str | None:
+    """What has become of the child, whose end of the pipe is closed; None if it lives on at the deadline."""
     try:
-        end = os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)  # so the number stays the child's
+        end = _waited_for(child, deadline)
     except ChildProcessError:  # SIGCHLD is ignored in this process, so nobody knows
-        end = None
-    if end is None or end.si_code == os.CLD_EXITED:
-        return f"ended the process{f' with code {end.si_status}' if end else ''}"
+        return "ended the process"
+    if end is None:
+        return None
+    if end.si_code == os.CLD_EXITED:
+        return f"ended the process with code {end.si_status}"
     return f"crashed with {signal.Signals(end.si_status).name}"
+
+
+def _waited_for(child: int, deadline: float) -> os.waitid_result | None:
+    while True:
+        end = os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT | os.WNOHANG)  # its number stays the child's
+        if end is not None or time.monotonic() > deadline:
+            return end
+        time.sleep(LOOK_SECONDS)
 
 
 def _end(child: int) -> None:
