@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from accelz import BackendRow, list_backends
-from accelz.discovery import Status, best, installed, ties
+from accelz.discovery import Status, best, installed, ties, unheard
 
 from .fake_distribution import good, install
 
@@ -163,6 +164,20 @@ def test_what_hangs_or_crashes_is_named_and_the_others_work(
         n: reason for n, (_, reason) in SPOILERS.items()
     }
     assert {rows[name].status for name in SPOILERS} == {Status.BROKEN}
+    late = {name for name, (_, reason) in SPOILERS.items() if "did not return" in reason}
+    assert {name for name in SPOILERS if rows[name].late} == late
+
+
+def test_what_did_not_answer_in_time_counts_where_it_may_be_better() -> None:
+    used = BackendRow("used", "accelz-used", "1", Status.AVAILABLE, "", 5)
+
+    def late(priority: int | None) -> BackendRow:
+        return BackendRow("late", "accelz-late", "1", Status.BROKEN, "", priority, late=True)
+
+    counts = {priority: unheard([used, late(priority)]) is not None for priority in (9, 5, 4, -1, None)}
+    assert counts == {9: True, 5: True, 4: False, -1: False, None: True}, "of equals the alphabet's first"
+    assert [unheard([late(priority)]) is None for priority in (0, -1)] == [False, True]
+    assert unheard([used, replace(late(9), late=False)]) is None, "broken in another way"
 
 
 def test_where_no_process_can_be_made_backends_are_asked_here(

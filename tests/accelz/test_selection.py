@@ -52,6 +52,22 @@ def test_a_broken_backend_is_passed_over_unless_it_is_asked_for(tmp_path: Path) 
     assert "BackendError: backend 'foo' (accelz-foo) is broken: ModuleNotFoundError" in error
 
 
+def test_a_better_backend_that_does_not_answer_in_time_is_not_passed_over(tmp_path: Path) -> None:
+    hangs = good("slow", 900).replace("Probe(True", "__import__('time').sleep(99) or Probe(True")
+    install(tmp_path, "slow", hangs)
+    script = """
+        import accelz
+        from accelz.cli import choose
+        print(choose(accelz.list_backends()))
+        accelz.current()
+    """
+    done = python(tmp_path, script, ACCELZ_PATIENCE="0.1")
+    said = "backend 'slow' (accelz-slow) may be the best one, but its probe did not return within 1 s"
+    assert f"SelectionError: {said}" in _last(done.stderr)
+    assert "Set ACCELZ_DEVICE to the backend that is meant, on all ranks; or ACCELZ_PATIENCE" in done.stderr
+    assert f'(None, "{said}' in done.stdout
+
+
 @pytest.mark.parametrize(
     ("variables", "expected"),
     [

@@ -29,10 +29,12 @@ LOOK_SECONDS = 0.01
 
 @dataclass(frozen=True)
 class Lost:
-    """A call without an answer. at: what it said last. how: what became of its process."""
+    """A call without an answer. at: what it said last. how: what became of its process. late: it took too
+    long."""
 
     at: str
     how: str
+    late: bool
 
 
 def answers(calls: Sequence[Call], limit: float) -> list[Any]:
@@ -97,7 +99,7 @@ def _collected(reader: int, child: int, count: int, limit: float) -> Iterator[An
             part = _read(reader, deadline)
             if not part:
                 how = None if part is None else _how_it_ended(child, deadline)
-                yield Lost(at, how or f"did not return within {limit:g} s")
+                yield Lost(at, how or f"did not return within {limit:g} s", late=how is None)
                 return
             rest += part
         line, _, rest = rest.partition(b"\n")

@@ -108,6 +108,8 @@ def choose(rows: list[BackendRow]) -> tuple[str | None, str]:
     """Return the backend that a process started now would run on, or None, and the reason."""
     wanted = os.environ.get("ACCELZ_DEVICE", "").strip()
     if not wanted:
+        if row := discovery.unheard(rows):
+            return None, discovery.what_to_do_unheard(row)
         best = discovery.best(rows)
         reason = f"the highest priority of those available, {best.priority}" if best else "none is available"
         if tied := discovery.ties(rows):

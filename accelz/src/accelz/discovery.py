@@ -1,8 +1,8 @@
 """Finding backends: reads the entry points of the group `accelz.backends`, and asks each for its state.
 
 A backend that cannot be imported, was written for another API version, repeats a name or has a probe that
-raises, hangs or crashes becomes a row with the reason. It never keeps another from being used: each is first
-imported and probed in a child process, and here only if that went well.
+raises, hangs or crashes becomes a row with the reason. It never keeps another that is asked for from being
+used: each is first imported and probed in a child process, and here only if that went well.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from accelz.hooks import (
     BackendDescriptor,
     Probe,
 )
-from accelz.patience import patience
+from accelz.patience import PATIENCE, patience
 from accelz.ranks import machine
 
 FIRST_PARTY = ("cpu", "cuda", "hpu", "xpu")
@@ -54,7 +54,8 @@ class Status(str, Enum):
 
 @dataclass(frozen=True)
 class BackendRow:
-    """One installed backend as `accelz list` shows it. `descriptor` is None unless it could be read."""
+    """One installed backend as `accelz list` shows it. `descriptor` is None unless it could be read. late: it
+    is broken because it did not answer in time, so it may be sound."""
 
     name: str
     distribution: str
@@ -63,6 +64,7 @@ class BackendRow:
     reason: str
     priority: int | None = None
     descriptor: BackendDescriptor | None = None
+    late: bool = False
 
 
 def list_backends(environ: Mapping[str, str] | None = None) -> list[BackendRow]:
@@ -80,6 +82,23 @@ def list_backends(environ: Mapping[str, str] | None = None) -> list[BackendRow]:
 def best(rows: Iterable[BackendRow]) -> BackendRow | None:
     """The backend to use when none is asked for: the first available one with priority 0 or more."""
     return next(_fit(rows), None)
+
+
+def unheard(rows: Iterable[BackendRow]) -> BackendRow | None:
+    """A backend that did not answer in time and may be better than the `best` one: a rank that is faster
+    would have it. One whose priority is not known may be."""
+    rows = list(rows)
+    first = best(rows)
+    may = (r for r in rows if r.late and (r.priority is None or r.priority >= 0))
+    return next((r for r in may if first is None or r.priority is None or _rank(r) < _rank(first)), None)
+
+
+def what_to_do_unheard(row: BackendRow) -> str:
+    return (
+        f"backend {row.name!r} ({row.distribution}) may be the best one, but {row.reason}; other ranks may "
+        "have it, so none is chosen. Set ACCELZ_DEVICE to the backend that is meant, on all ranks; or "
+        f"{PATIENCE}, a factor for the time, such as 3; or ACCELZ_DISABLE={row.name}"
+    )
 
 
 def ties(rows: Iterable[BackendRow]) -> list[str]:
@@ -187,14 +206,15 @@ def _ask(entry: EntryPoint, say: apart.Say) -> dict[str, Any]:
 
 
 def _inspected(entry: EntryPoint, answer: dict[str, Any] | apart.Lost) -> BackendRow:
+    late = isinstance(answer, apart.Lost) and answer.late
     if isinstance(answer, apart.Lost):
         imported, status, reason = answer.at == PROBE, Status.BROKEN, f"{answer.at} {answer.how}"
     else:
         imported, status, reason = answer["imported"], Status(answer["status"]), answer["reason"]
     if not imported:
-        return _row(entry, Status.BROKEN, reason)
+        return replace(_row(entry, Status.BROKEN, reason), late=late)
     try:
-        return _row(entry, status, reason, read_descriptor(entry))
+        return replace(_row(entry, status, reason, read_descriptor(entry)), late=late)
     except (Exception, SystemExit) as error:
         return _row(entry, Status.BROKEN, _one_line(error))
 
@@ -272,7 +292,7 @@ def _mark_duplicates(rows: list[BackendRow]) -> list[BackendRow]:
         others = [r.distribution for r in rows if r.name == row.name and r is not row]
         if others and row.status is not Status.DISABLED and not _is_first_party(row):
             reason = f"duplicate name: {', '.join(others)} provides {row.name!r} too; uninstall one of them"
-            row = replace(row, status=Status.BROKEN, reason=reason, descriptor=None)
+            row = replace(row, status=Status.BROKEN, reason=reason, descriptor=None, late=False)
         result.append(row)
     return result
 

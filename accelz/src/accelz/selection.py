@@ -25,7 +25,8 @@ def current() -> Accelerator:
 
     With ACCELZ_DEVICE=name only that backend is loaded; if it is unset, the available backend with the
     highest priority wins. Raises BackendNotFoundError, BackendUnavailableError or BackendError, saying what
-    is installed, what is available and what to install.
+    is installed, what is available and what to install; SelectionError if a backend that may be better did
+    not answer in time.
     """
     if _selected is not None:
         return _selected
@@ -101,6 +102,8 @@ def _choose(environ: Mapping[str, str]) -> Accelerator:
     if wanted:
         return load_named(wanted, environ)
     rows = discovery.list_backends(environ)
+    if row := discovery.unheard(rows):
+        raise SelectionError(discovery.what_to_do_unheard(row))
     _warn_missing(rows)
     _warn_broken(rows)
     if row := discovery.best(rows):
