@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import peft
 import pytest
+from torch import nn
 
 from accelz.conformance.cluster import Clusters
 from tests.frameworks import peft_runs as runs
 from tests.frameworks.jobs import assert_same_log, furthest
+from zero.integrations.transformers import _added
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -39,3 +43,16 @@ def test_an_adapter_is_merged_where_it_is(cluster: Clusters, tmp_path: Path) -> 
     found = cluster(2).run(runs.merged, stage=3, directory=str(tmp_path / "mine"))[0]
     wanted = cluster(2).run(runs.merged, stage=None, directory=str(tmp_path / "plain"))[0]
     assert furthest(found, wanted) < 1e-6
+
+
+def _unanswered() -> nn.Module:
+    raise NotImplementedError  # as some of transformers' models do
+
+
+@pytest.mark.parametrize("answer", [None, _unanswered])
+def test_a_model_that_tells_of_no_embeddings_has_its_adapter_saved(answer: Any) -> None:
+    plain = nn.Sequential(nn.Linear(2, 2))
+    model: Any = peft.get_peft_model(plain, peft.LoraConfig(target_modules=["0"], r=1))
+    if answer is not None:
+        model.get_output_embeddings = answer
+    assert _added(model) == [f"base_model.model.0.lora_{side}.default.weight" for side in "AB"]

@@ -10,8 +10,8 @@ DistributedDataParallel; a checkpoint's folder has an engine's checkpoint in pla
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
 from glob import escape
 from pathlib import Path
 from typing import Any
@@ -201,11 +201,20 @@ def _added(model: Any) -> list[str] | None:
     were resized; None for a model without adapters."""
     if not _has_adapter(model):
         return None
-    embeddings = {model.get_input_embeddings(), model.get_output_embeddings()} - {None}
-    own = {parameter for module in embeddings for parameter in module.parameters()}
+    own = {parameter for module in _embeddings(model) for parameter in module.parameters()}
     adapters = [f".{name}." for name in model.peft_config]
     return [
         escape(name)
         for name, tensor in (*model.named_parameters(), *model.named_buffers())
         if tensor.requires_grad or tensor in own or any(adapter in f"{name}." for adapter in adapters)
     ]
+
+
+def _embeddings(model: Any) -> Iterator[nn.Module]:
+    """The embeddings that a model tells of: a plain module tells of none, and neither do some of
+    transformers' models."""
+    for name in ("get_input_embeddings", "get_output_embeddings"):
+        with suppress(NotImplementedError):
+            module = getattr(model, name, lambda: None)()
+            if module is not None:
+                yield module
