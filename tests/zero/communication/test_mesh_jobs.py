@@ -175,6 +175,34 @@ def test_a_norm_that_one_stage_reads_is_that_of_all(cluster: Clusters) -> None:
     assert first[1] is not None
 
 
+def frozen_body(context: Context) -> tuple[str, list[float]]:
+    """A stage without an optimizer is refused; one that is frozen steps beside the others."""
+    mesh = mesh_of(("pp", 2), ("dp", 1))
+    model = Stage(context.rank)
+    optimizer, frozen = sgd(model), context.rank == 1
+    config = zero.Config(timeout=20, clip_norm=CLIP, local_modules={"*": "pp"})
+    arranged = {"mesh": mesh, "data_dims": "dp"}
+    said = refused(lambda: zero.initialize(model, None if frozen else optimizer, config, **arranged))
+    model.requires_grad_(not frozen)
+    engine = zero.initialize(model, optimizer, config, **arranged)
+    norms = []
+    for step in range(2):
+        if not frozen:
+            model(tokens(step, 0).to(engine.device)).backward()
+        optimizer.step()
+        norms.append(float(engine.grad_norm or 0))
+        optimizer.zero_grad()
+    return said, norms
+
+
+def test_a_frozen_stage_steps_with_the_others(cluster: Clusters) -> None:
+    (said, norms), other = cluster(2).run(frozen_body)
+    assert said.startswith("RankMismatchError: the ranks disagree about how many optimizers there are"), said
+    assert "the same number of optimizers" in said
+    assert norms[0] > 0
+    assert other == (said, norms)
+
+
 def stages_body(context: Context) -> dict[str, float]:
     """Along one dimension ranks have models of their own: one norm, and one decision about an overflow."""
     mesh = mesh_of(("pp", 2), ("dp", 2))

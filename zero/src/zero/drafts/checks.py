@@ -21,7 +21,7 @@ from zero.deferred import deferred_init
 from zero.drafts.preparation import Prepared
 from zero.drafts.spans import span_of
 from zero.errors import ConfigError, ModelError, some
-from zero.optimizer.joint import kinds_of_groups
+from zero.optimizer.joint import kinds_of_groups, members
 from zero.optimizer.stepping import of_param_groups
 from zero.sharding.distributed import divided_along, is_distributed, local_of, ranks_of
 from zero.sharding.forms import (
@@ -272,7 +272,8 @@ def check_equal(model: nn.Module, prepared: Prepared, config: Config, communicat
         communicator.check_equal(told | of_model, {"the model": _OF_RANKS})
         return
     grid = communicator.grid
-    communicator.check_equal_along(grid.names, told)
+    told[_COUNT] = f"{len(members(prepared.optimizer))} optimizer(s)"
+    communicator.check_equal_along(grid.names, told, {_COUNT: _OF_COUNTS})
     communicator.check_equal_along(
         grid.alike, of_model, {"the model": _OF_RANKS + _OF_STAGES.format(min(grid.others))}
     )
@@ -281,6 +282,11 @@ def check_equal(model: nn.Module, prepared: Prepared, config: Config, communicat
 _OF_RANKS = (
     "Parameters that are each rank's own, such as experts, are declared with a dimension of a mesh: "
     "zero.initialize(..., mesh=mesh, data_dims=...) and zero.Config(local_modules={'blocks.*.experts': 'ep'})"
+)
+_COUNT = "how many optimizers there are"
+_OF_COUNTS = (
+    "All ranks of a mesh step together: give each the same number of optimizers, and freeze what is not "
+    "trained, requires_grad_(False), instead of leaving its optimizer out"
 )
 _OF_STAGES = "; models that differ altogether, as the stages of a pipeline do, with {{'*': {!r}}}"
 

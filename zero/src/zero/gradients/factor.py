@@ -115,6 +115,12 @@ class GradientFactor:
             factor = clip if factor is None else clip.mul_(factor)
         return factor, None if self._loss_scale is None or self.by_program else self._overflow
 
+    def attend(self, reducer: GradientReducer) -> None:
+        """Take part in what `complete` exchanges with other stages, for one without gradients. Collective."""
+        if self._communicator.grid.stages:
+            self.by_program = self._loss_scale is not None  # the engine's own steps need a backward
+            self.complete(reducer)
+
     def measure(self, reducer: GradientReducer, factor: Tensor | None) -> Tensor:
         """Collective over the whole job. The norm of all its gradients times `factor`, 0-dim, overwritten at
         the next call; also notes whether one of them is not finite."""

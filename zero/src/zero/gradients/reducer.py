@@ -174,8 +174,11 @@ class GradientReducer:
 
     @property
     def same_everywhere(self) -> bool:
-        """Whether every rank of the job has all that there is of every group's gradients."""
-        return set(self._by_times) <= {self._communicator.whole.size}
+        """Whether every rank of the job has all that there is of every group's gradients. The same on all
+        ranks: one that has no gradients at all may be a stage beside others that have some."""
+        return set(self._by_times) <= {self._communicator.whole.size} and (
+            bool(self._by_times) or not self._communicator.divided
+        )
 
     def norm_and_nonfinite(self) -> Tensor:
         """(2,) fp32 on the device: this rank's share of the sum of squares of all gradients, and of how many

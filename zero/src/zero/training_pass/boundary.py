@@ -75,6 +75,7 @@ class Boundary:
             self.step(optimizer, keep=True)
             return
         self.held_gradients.check_none_given()
+        self.factor.attend(self.reducer)
         with self.changing_weights(()):
             self.optimizer.step(optimizer, (), None, None)  # its hooks run, as without an engine
 
