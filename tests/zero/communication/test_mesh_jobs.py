@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch.optim import Optimizer
 import zero
 from accelz.conformance.cluster import Clusters, Context
 from tests.zero.helpers.loops import train_on
-from tests.zero.helpers.meshes import Stage, mesh_of, mixture, tokens
+from tests.zero.helpers.meshes import WIDTH, Stage, mesh_of, mixture, tokens
 from tests.zero.helpers.models import fresh, language_loss
 from tests.zero.helpers.optimizers import sgd
 from tests.zero.helpers.training import Run, adamw, errors_of, relative_error, same_bits, state_error
@@ -238,6 +239,56 @@ def stages_body(context: Context) -> dict[str, float]:
 def test_models_of_their_own_have_one_norm_and_one_overflow(cluster: Clusters) -> None:
     for found in cluster(RANKS).run(stages_body, limit=60):
         assert max(found.values()) < 1e-6, found
+
+
+class Counted(nn.Module):
+    """A linear layer, and extra state."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, 2)
+        self.count = count
+
+    def get_extra_state(self) -> int:
+        return self.count
+
+    def set_extra_state(self, state: int) -> None:
+        self.count = state
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+def loads_body(context: Context) -> dict[str, Any]:
+    """What any rank's state dict lacks is told on all; extra state stays with its stage, or its expert."""
+    found: dict[str, Any] = {}
+    ways: dict[str, tuple[Any, dict[str, str], Any]] = {
+        "copies": (mesh_of(("dp", 2), ("tp", 2)), {}, "dp"),
+        "stages": (mesh_of(("pp", 2), ("dp", 2)), {"*": "pp"}, "dp"),
+        "experts": (mesh_of(("dp", 2), ("ep", 2)), {"1": "ep"}, ("dp", "ep")),
+    }
+    for name, (mesh, local, dims) in ways.items():
+        model = nn.Sequential(Counted(context.rank), Counted(100**context.rank))
+        config = zero.Config(timeout=20, local_modules=local)
+        engine = zero.initialize(model, adamw(model), config, mesh=mesh, data_dims=dims)
+        state = engine.state_dict()
+        engine.load_state_dict(state or None)
+        counts = [each.count for each in model]
+        given = None if context.rank == 1 else state
+        bad = refused(partial(engine.load_state_dict, given))
+        found[name] = counts, bad
+    return found
+
+
+def test_state_dicts_on_meshes(cluster: Clusters) -> None:
+    every = cluster(RANKS).run(loads_body)
+    assert [each["copies"][0] for each in every] == [[0, 1]] * 4
+    assert [each["stages"][0] for each in every] == [[0, 1], [0, 1], [2, 10000], [2, 10000]]
+    assert [each["experts"][0] for each in every] == [[0, 1], [0, 100]] * 2
+    for each in every:
+        for name in ("copies", "experts"):
+            assert "rank 1 (dp 0, " in each[name][1], each
+        assert each["stages"][1] == ""  # rank 1 has no say there
 
 
 def copies_body(context: Context) -> tuple[bool, float]:

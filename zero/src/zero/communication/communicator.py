@@ -105,6 +105,10 @@ class Communicator:
             self.group.timeout,
         )
         self._everywhere = everywhere or self._values
+        self._alike = self._values if self.alike is self.group else self._everywhere
+        if self.alike is not self.group and self.alike is not self.whole:
+            members = self.peers.of(self.grid.part(self.whole.rank, self.grid.alike))
+            self._alike = explained(lambda: Exchange(self.alike, "zero/alike", members), self.group.timeout)
         self._disk_errors = PostponedDiskErrors(alone=self.group.size == 1)
         self._untold = False  # whether there are notes that no `agree` has shared
 
@@ -357,6 +361,10 @@ class Communicator:
     def all_gather_object(self, value: Any) -> list[Any]:
         """Return every rank's JSON value, by rank. Blocks the host."""
         return self._told(value, self._values) if self.group.size > 1 else _alone(value)
+
+    def all_gather_alike(self, value: Any) -> list[Any]:
+        """Return the JSON value of every rank whose model has the same structure. Blocks the host."""
+        return self._told(value, self._alike) if self.alike.size > 1 else _alone(value)
 
     def everywhere(self, value: Any) -> list[Any]:
         """Return the JSON value of every rank of the job, by its number there. Blocks the host."""

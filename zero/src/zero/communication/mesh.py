@@ -34,6 +34,11 @@ class Mesh:
     apart: frozenset[str]
 
     @property
+    def is_first(self) -> bool:
+        """Whether `Communicator.spread` spreads this rank's values, where it starts at rank 0."""
+        return self.data.rank == 0 and (self.beyond is None or self.beyond.rank == 0)
+
+    @property
     def is_first_copy(self) -> bool:
         """Whether this rank shares the first copy of the parameters; the others have the same values."""
         return all(copies is None or copies.rank == 0 for copies in (self.replicas, self.beyond))
@@ -77,6 +82,7 @@ class Meshes:
         everywhere: gathers a JSON value of every rank of the job. apart: what this rank needs.
         """
         self.of()
+        self.of(self._grid.stages)
         if self._grid.told:
             mine = sorted({tuple(sorted(dims)) for dims in apart if dims})
             for dims in sorted({tuple(dims) for each in everywhere(mine) for dims in each}):
@@ -85,6 +91,12 @@ class Meshes:
     def of_buffer(self, name: str) -> Mesh:
         """The mesh of a module's buffer, by its name."""
         return self.of(self.apart_of(name))
+
+    def of_extra_state(self, name: str) -> frozenset[str]:
+        """Along which dimensions an entry of a state dict differs that is no parameter or buffer; `of` has
+        their mesh already."""
+        apart = self.apart_of(name)
+        return apart if apart in self._made else self._grid.stages
 
     def is_source(self) -> bool:
         """Whether this rank reads and writes state for all that have the same parameters: the first of those

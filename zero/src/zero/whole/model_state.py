@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from accelz import HOST
+from zero.communication.mesh import Mesh, Meshes
 from zero.errors import StateError, some
 from zero.sharding.distributed import as_distributed, block_of, is_distributed
 from zero.sharding.flat_group import FlatGroup
@@ -64,22 +65,28 @@ def load(
     Raises StateError on every rank, before anything changes, for shapes that differ and, if strict, for
     names that are missing or unknown.
     """
-    problem = _no_state(state) if full_parameters.is_source else ""
+    communicator, meshes = full_parameters.communicator, full_parameters.meshes
+    rank = communicator.grid.name(communicator.whole.rank)
+    problem = _no_state(state, rank) if full_parameters.is_source else ""
     state = dict(state) if full_parameters.is_source and state is not None and not problem else {}
     entries = entries_of(model)
     blocks = {name: p for name, p in entries.by_name.items() if is_distributed(p)}
     groups = [group for unit in full_parameters.units for group in unit.groups]
     own = {p: name for group in groups for name, p in zip(group.names, group.parameters, strict=True)}
-    rest, packed = {name: state[name] for name in entries.rest if name in state}, BytesIO()
+    rest = {name: state[name] for name in entries.rest if name in state}
+    packed: dict[frozenset[str], bytes] = {}  # by where they differ
     if full_parameters.is_source:
-        problem = problem or _misfits(model, state, strict, blocks) or _pack(rest, packed)
-    gather = full_parameters.communicator.all_gather_object
+        problem = problem or _misfits(model, state, strict, blocks) or _pack(rest, meshes, packed)
+    gather = communicator.all_gather_alike
     if problem := next(filter(None, gather(problem)), ""):
         raise StateError(f"the state dict does not fit the model: {problem}")
     given = {own[p]: state[name] for name, p in entries.by_name.items() if name in state and p in own}
-    every = gather(sorted(given) if full_parameters.is_source else None)
-    present = set.intersection(*(set(names) for names in every if names is not None))
-    rest = _shared(full_parameters, packed)
+    told = [sorted(given), sorted(map(sorted, packed))]
+    every = [each for each in gather(told if full_parameters.is_source else None) if each is not None]
+    present = set.intersection(*(set(names) for names, _ in every))
+    rest = {}
+    for dims in sorted({tuple(kind) for _, kinds in every for kind in kinds}):
+        rest |= _shared(full_parameters, packed.get(frozenset(dims), b""), meshes.of(dims))
     given |= {own[p]: block_of(p, state[name]) for name, p in blocks.items() if own.get(p) in given}
     before_change()
     with full_parameters.communicator.together():
@@ -90,34 +97,40 @@ def load(
         load_rest(model, rest)
 
 
-def _no_state(state: object) -> str:
+def _no_state(state: object, rank: str) -> str:
     if isinstance(state, Mapping):
         return ""
     return (
-        f"rank 0 passed {type(state).__name__} instead of a mapping of names to tensors; load files with "
-        "torch.load"
+        f"rank {rank} passed {type(state).__name__} instead of a mapping of names to tensors; load files "
+        "with torch.load"
     )
 
 
-def _pack(rest: dict[str, Any], into: BytesIO) -> str:
-    """Pickle entries, which may be any objects; return what is wrong with them, "" for nothing."""
-    try:
-        torch.save(rest, into)
-    except Exception as error:
-        return f"{some(list(rest))} cannot be sent to other ranks: {error}"
+def _pack(rest: Mapping[str, Any], meshes: Meshes, into: dict[frozenset[str], bytes]) -> str:
+    """Pickle entries, which may be any objects, by the dimensions along which they differ; return what is
+    wrong with them, "" for nothing."""
+    kinds = {name: meshes.of_extra_state(name) for name in rest}
+    for kind in set(kinds.values()):
+        packed, entries = BytesIO(), {name: value for name, value in rest.items() if kinds[name] == kind}
+        try:
+            torch.save(entries, packed)
+        except Exception as error:
+            return f"{some(list(entries))} cannot be sent to other ranks: {error}"
+        into[kind] = packed.getvalue()
     return ""
 
 
-def _shared(full_parameters: FullParameters, packed: BytesIO) -> dict[str, Any]:
-    """Return, on every rank, what rank 0 has packed."""
-    data = torch.zeros(
-        full_parameters.communicator.broadcast_object(packed.tell()),
-        dtype=torch.uint8,
-        device=full_parameters.device,
-    )
-    if full_parameters.is_source:
-        data.copy_(torch.frombuffer(packed.getbuffer(), dtype=torch.uint8))
-    spread_buffer(full_parameters.communicator, "extra state", data, full_parameters.meshes.of())
+def _shared(full_parameters: FullParameters, packed: bytes, mesh: Mesh) -> dict[str, Any]:
+    """Return, on every rank of a mesh, what its first has packed; nothing where that is b""."""
+    communicator, device = full_parameters.communicator, full_parameters.device
+    size = torch.tensor([len(packed)], device=device)
+    spread_buffer(communicator, "extra state", size, mesh)
+    data = torch.zeros(int(size), dtype=torch.uint8, device=device)
+    if mesh.is_first and packed:
+        data.copy_(torch.frombuffer(bytearray(packed), dtype=torch.uint8))
+    spread_buffer(communicator, "extra state", data, mesh)
+    if not data.numel():
+        return {}
     found = torch.load(BytesIO(data.to(HOST).numpy().tobytes()), map_location=HOST, weights_only=False)
     return dict(found)
 
