@@ -241,6 +241,38 @@ def test_models_of_their_own_have_one_norm_and_one_overflow(cluster: Clusters) -
         assert max(found.values()) < 1e-6, found
 
 
+def mixed_body(context: Context) -> dict[str, float]:
+    """A pipeline of which only one stage has experts; the norm that the program measures is not the job's."""
+    mesh = mesh_of(("pp", 2), ("ep", 2))
+    stage, place = mesh.get_local_rank("pp"), mesh.get_local_rank("ep")
+    whole: Models = [Stage(0), mixture()]
+    _, norms, states = unsharded(
+        whole,
+        lambda step: [sum(m(tokens(step, rank)) for m in whole) for rank in range(2)],  # type: ignore[misc]
+        None,
+    )
+    model = mixture(mesh.get_group("ep")) if stage else Stage(0)
+    config = zero.Config(timeout=20, local_modules={"*": "pp", "blocks.*.experts": "ep"})
+    optimizer = sgd(model)
+    engine = zero.initialize(model, optimizer, config, mesh=mesh, data_dims="ep")
+    seen = [float(engine.grad_norm or 0)]  # asks for it
+    for step in range(STEPS):
+        model(tokens(step, place).to(engine.device)).backward()
+        if stage:
+            nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+        optimizer.step()
+        seen.append(float(engine.grad_norm or 0))
+        optimizer.zero_grad()
+    state = engine.state_dict()
+    mine = {n: states[stage][n.replace("experts.0", f"experts.{place}")] for n in state}
+    return {"norms": relative_error(seen[1:], norms), "weights": state_error(state, mine) if state else 0.0}
+
+
+def test_one_stage_of_a_pipeline_has_experts(cluster: Clusters) -> None:
+    for found in cluster(RANKS).run(mixed_body):
+        assert max(found.values()) < 1e-6, found
+
+
 class Counted(nn.Module):
     """A linear layer, and extra state."""
 
@@ -371,6 +403,9 @@ def arguments_body(context: Context) -> dict[str, str]:
     if context.rank == 3:
         model = fresh()
         optimizer = adamw(model)
+    said["other shards"] = say(
+        mesh=mesh, data_dims=("dp", "tp"), shard_dims="dp" if context.rank == 3 else ("dp", "tp")
+    )
     engine = zero.initialize(model, optimizer, zero.Config(timeout=20), **both)
     train_on(engine, language_loss(model, 0, engine.rank))
     return said
@@ -378,7 +413,8 @@ def arguments_body(context: Context) -> dict[str, str]:
 
 def test_what_is_refused(cluster: Clusters) -> None:
     for rank, said in enumerate(cluster(RANKS).run(arguments_body, limit=60)):
-        shapes = said.pop("shapes")
+        shapes, shards = said.pop("shapes"), said.pop("other shards")
+        assert shards.startswith("RankMismatchError: mesh, data_dims, shard_dims"), shards
         assert all(each.startswith("ConfigError: ") for each in said.values()), said
         assert "leave process_group out" in said["two"]
         assert "leave shard_ranks out" in said["number"]

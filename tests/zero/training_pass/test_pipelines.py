@@ -128,6 +128,7 @@ def refused_body(context: Context) -> tuple[str, str]:
 def test_what_does_not_run_is_told(cluster: Clusters) -> None:
     for stepped, called in cluster(1).run(refused_body):
         assert "`.grad` was set by something else than a backward: 1.layers.1.weight" in stepped
+        assert "begin with none, optimizer.zero_grad(), instead of zeros" in stepped
         assert "take GPipe, 1F1B or Interleaved1F1B" in stepped
         assert called == "the engine has several parts of a model: call the parts, not the engine"
 

@@ -97,7 +97,7 @@ class Failures:
         self.first = self.first or cause
         failure = Failure(issued.number, issued.text, time.monotonic() - issued.began, cause)
         log = dict(self._log)
-        among = range(self._group.size) if ranks.size == self._group.size else self._alike
+        among = self._among(ranks)
         reports = self._reports.exchange(log, failure, among)
         difference = self._reports.difference(log, reports)
         if difference:
@@ -125,12 +125,24 @@ class Failures:
         if self.recorder is not None:
             self.recorder.failed(why)
 
+    def _among(self, ranks: Group) -> Sequence[int]:
+        """The ranks to ask about a collective over `ranks`: those that issue the same, or, where some of its
+        members do not, its members."""
+        members = self._members(ranks)
+        return self._alike if set(members) <= set(self._alike) else members
+
+    def _members(self, ranks: Group) -> Sequence[int]:
+        """A group's members by their numbers in the job."""
+        if ranks.size == self._group.size:
+            return range(ranks.size)
+        job, members = (get_process_group_ranks(g.process_group) for g in (self._group, ranks))
+        return [job.index(rank) for rank in members]
+
     def _numbers(self, ranks: Group) -> str:
         """Translate a group's rank numbers to the job's, for errors; "" if they are the same."""
         if ranks.size == self._group.size:
             return ""
-        job, members = (get_process_group_ranks(g.process_group) for g in (self._group, ranks))
-        numbers = ", ".join(self._name(job.index(rank)) for rank in members)
+        numbers = ", ".join(map(self._name, self._members(ranks)))
         return f" (ranks 0 to {ranks.size - 1} of this group are ranks {numbers} of the job)"
 
     def _difference(self) -> str:

@@ -116,7 +116,10 @@ class Job:
 
         Raises RankMismatchError if their timeouts or meshes differ, as they would look for different groups.
         """
-        arranged = None if grid is None else [*zip(grid.names, grid.sizes, strict=True), sorted(grid.data)]
+        arranged = grid and [
+            *zip(grid.names, grid.sizes, strict=True),
+            *map(sorted, (grid.data, grid.shards, grid.stages)),
+        ]
         ranks = crc32(repr(grid and grid.ranks).encode())  # thousands of numbers, perhaps
         said = self._exchange([timeout, json.dumps([arranged, ranks]), card()], timeout)
         every, meshes, cards = zip(*said, strict=True)
@@ -127,8 +130,9 @@ class Job:
         if len(set(meshes)) > 1:
             rank = next(rank for rank, mesh in enumerate(meshes) if mesh != meshes[0])
             raise RankMismatchError(
-                "mesh and data_dims must be the same on all ranks that call zero.initialize together; names, "
-                f"sizes and a checksum of the ranks are {meshes[0]} on rank 0, {meshes[rank]} on rank {rank}"
+                "mesh, data_dims, shard_dims and the dimensions of '*' in local_modules must be the same on "
+                "all ranks that call zero.initialize together; names, sizes, these dimensions and a checksum "
+                f"of the ranks are {meshes[0]} on rank 0, {meshes[rank]} on rank {rank}"
             )
 
     def new_group(self, timeout: float) -> Group:

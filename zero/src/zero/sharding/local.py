@@ -20,7 +20,8 @@ def apart_of(name: str, config: Config) -> frozenset[str]:
 def local_parameters(model: nn.Module, config: Config) -> dict[nn.Parameter, frozenset[str]]:
     """The dimensions along which parameters differ, for those that do.
 
-    Raises ConfigError if a pattern matches no parameter.
+    Raises ConfigError if a pattern matches no parameter, unless models differ altogether ("*"): a stage of a
+    pipeline need not have experts.
     """
     if not config.local_modules:
         return {}
@@ -28,6 +29,8 @@ def local_parameters(model: nn.Module, config: Config) -> dict[nn.Parameter, fro
     for name, parameter in named_leaves(model):
         if apart := apart_of(name, config):
             found[parameter] = found.get(parameter, frozenset()) | apart
+    if any(pattern == "*" for pattern, _ in config.local_modules):
+        return found
     names = [name for name, _ in named_leaves(model)]
     for pattern, _ in config.local_modules:
         if not any(_matches(name, pattern) for name in names):

@@ -205,7 +205,8 @@ class HeldGradients:
         self._pieces_shown = False
         self._take_in()
         shared = self._shared_multipliers()
-        if self._factor.norm is None and (norms := self._norms.get(2.0)):
+        all_norms = self._communicator.alike is self._communicator.whole  # not only this stage's
+        if all_norms and self._factor.norm is None and (norms := self._norms.get(2.0)):
             self._factor.norm = torch.linalg.vector_norm(torch.stack(norms))  # the program has measured it
         self._changes |= {
             "how gradients were multiplied before the last step": (
@@ -386,9 +387,10 @@ _REPLACED = (
     "change those in place, as in p.grad.copy_(...), on every rank"
 )
 _GIVEN = (
-    "`.grad` was set by something else than a backward: {}. The engine steps the gradients of backwards; a "
-    "pipeline's schedule that computes those of weights by themselves (zero bubble) does not run with it: "
-    "take GPipe, 1F1B or Interleaved1F1B"
+    "`.grad` was set by something else than a backward: {}. The engine steps the gradients of backwards: "
+    "begin with none, optimizer.zero_grad(), instead of zeros, and change them in place afterwards, as in "
+    "p.grad.copy_(...), on every rank. A pipeline's schedule that computes those of weights by themselves "
+    "(zero bubble) does not run with the engine: take GPipe, 1F1B or Interleaved1F1B"
 )
 _OPTIMIZERS = (
     "`.grad` of what is in optimizer.param_groups was removed or replaced between backward() and step(), "
