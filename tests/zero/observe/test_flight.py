@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 import zero
 from accelz.conformance.cluster import Context
@@ -43,6 +44,10 @@ def hanging_body(context: Context, folder: str) -> str:
     model, path = fresh(), Path(folder)
     engine = zero.initialize(model, decaying(model), zero.Config(timeout=1.5 * TIMEOUT))
     train_on(engine, straight(model, 0, context.rank))
+    alone = [dist.new_group([rank]) for rank in range(context.size)][context.rank]
+    own = fresh()
+    first = zero.initialize(own, decaying(own), zero.Config(timeout=20), process_group=alone)
+    first.record_flight(path)  # the files' numbers are those of all ranks that were started
     engine.record_flight(path)
     with pytest.raises(zero.UsageError, match="a flight recorder already"):
         engine.record_flight(path / "other")

@@ -71,10 +71,12 @@ class JobGroups:
             self.recorder.rearm()
 
     def record_flight(self, folder: Path) -> None:
-        """Have the process's recorder write what is issued. Raises what `recorder_of` raises."""
+        """Have the process's recorder write what is issued, with numbers among all ranks that were started.
+        Raises what `recorder_of` raises."""
         groups = weakref.ref(self)
-        self.recorder = recorder_of(folder, self.whole.rank, self.whole.size)
-        self.recorder.alike = self.ranks
+        started = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        self.recorder = recorder_of(folder, *started)
+        self.recorder.alike = self.job.started(self.ranks)
         self.recorder.collectives = lambda: [] if (alive := groups()) is None else alive.line.log.described()
         self.recorder.rearm()
         self.line.failures.recorder = self.recorder
@@ -148,6 +150,10 @@ class Job:
             return next(group for group in made if group is not None)
         mine = next(ranks for ranks in named if self._ranks[self._rank] in ranks)
         return cast(Group, collectives.new_group(mine, timeout, members_only=True))
+
+    def started(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        """The numbers of the job's ranks among all that were started."""
+        return tuple(self._ranks[rank] for rank in ranks)
 
     def connect(self, group: Group) -> Group:
         """Connect a group for device tensors while its ranks are known to be there."""

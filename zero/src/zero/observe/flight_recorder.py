@@ -161,7 +161,7 @@ def _stack(frame: FrameType) -> list[str]:
 
 def _listen(into: int) -> int:
     """Have SIGUSR1 written to a pipe, beside what it did before. Returns where other signals are to be sent
-    on, or -1.
+    on, or -1. What faulthandler has registered is not seen, and replaced.
 
     Only a main thread can. Elsewhere ranks still write when a collective fails, or when another asks; the
     pipe stays open, as its end would be read without a pause.
