@@ -11,6 +11,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import torch.distributed as dist
@@ -22,6 +23,8 @@ from tests.zero.helpers.failing import TIMEOUT, Ranks
 from tests.zero.helpers.loops import train_on
 from tests.zero.helpers.paths import decaying, fresh, straight
 from tests.zero.helpers.waiting import wait_until
+from zero.communication.communicator import NamedHandle
+from zero.communication.failures import Issued
 from zero.observe.flight_file import Collective, Flight, read
 from zero.observe.flight_recorder import FlightRecorder
 from zero.observe.hang import explain, table
@@ -125,6 +128,15 @@ def test_what_is_said() -> None:
     assert table([resumed])[0].startswith("rank 0 (host, pid 100): collective 4")
     assert "No rank waits" in explain([flight(rank, 4, "done") for rank in range(3)])
     assert "have left or begun" in explain([flight(0, 4), flight(1, 4, "under way"), flight(2, 4)])
+
+
+@pytest.mark.host
+def test_a_wait_that_the_program_gives_up_has_failed() -> None:
+    issued, line, handle = Issued(1, GATHER, "all_gather", "blocks.3", 256), MagicMock(), MagicMock()
+    handle.wait.side_effect = KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt):
+        NamedHandle(handle, issued, line, MagicMock()).wait()
+    assert issued.described().state == "failed"
 
 
 @pytest.mark.host
