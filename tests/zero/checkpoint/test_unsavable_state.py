@@ -158,3 +158,46 @@ def test_a_first_step_that_is_skipped_is_not_the_first(cluster: Clusters, tmp_pa
     for first, second in cluster(2).run(skipped_body, path=str(tmp_path)):
         assert first == "nothing raised"
         assert second.startswith("StateError: optimizer state 'average'")
+
+
+class Fickle(Telling):
+    """Is saved, and not accepted afterwards, as by another version of its library."""
+
+    accepted = True
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> Telling:
+        if not Fickle.accepted:
+            raise TypeError("made by an older version")
+        return Fickle(inner["halves"])
+
+
+def refused_body(context: Context, path: str) -> dict[str, Any]:
+    model = fresh()
+    optimizer = Averaging(model.parameters(), lambda p: Fickle(torch.full_like(p, 2, dtype=torch.bfloat16)))
+    engine = zero.initialize(model, optimizer, zero.Config(stage=0, timeout=10))
+    for step in range(2):
+        engine.backward(language_loss(model, engine.steps, context.rank))
+        engine.step()
+        if step == 0:
+            engine.save_checkpoint(path)
+    name, parameter = next(model.named_parameters())
+    before, state = parameter.detach().clone(), engine.full_optimizer_state(name)
+    Fickle.accepted = False
+    try:
+        said = raised(lambda: engine.load_checkpoint(path))
+    finally:
+        Fickle.accepted = True
+    return {
+        "said": said,
+        "same": torch.equal(before, parameter),
+        "state": {key: value.unique().tolist() for key, value in state.items()},
+    }
+
+
+def test_state_that_its_class_refuses_changes_nothing(cluster: Clusters, tmp_path: Path) -> None:
+    for found in cluster(2).run(refused_body, path=str(tmp_path / "c")):
+        assert found["said"].startswith("StateError: ")
+        assert "Fickle cannot be made of what the checkpoint has (TypeError: made by an old" in found["said"]
+        assert found["same"]
+        assert found["state"] == {"average.halves": [2.0]}, "it has no dequantize() of its own"

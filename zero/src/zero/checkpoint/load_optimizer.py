@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from accelz import HOST
 from zero.checkpoint.engine_state import EngineParts
@@ -16,6 +17,7 @@ from zero.errors import OptimizerError, StateError
 from zero.files.dtypes import TORCH
 from zero.files.manifest import Manifest, ParameterEntry, TensorEntry, model_key, state_key
 from zero.files.names import is_floating, raise_for
+from zero.files.value_forms import decode
 from zero.loading.tensor_reader import TensorReader
 from zero.loading.weights import stride_of
 from zero.optimizer.joint import kind_of, kinds_of_groups, members
@@ -130,6 +132,9 @@ class OptimizerLoad:
             whole_shape = list(self._manifest.tensors[model_key(entry.name)].shape)
             if piece.piece.length < numel or wrapper[SHAPE] != whole_shape:
                 return False
+            restored(
+                decode(wrapper, self._blank), HOST
+            )  # what a class does not accept is told before a change
         if kernel:
             return self._kernel_takes(piece, entry, tensors)
         wide = {key: tensor for key, tensor in tensors.items() if tensor.shape}
@@ -137,6 +142,11 @@ class OptimizerLoad:
             return False
         whole = piece.piece.length == numel and not self._by_element[piece.param_group]
         return whole or all(self._sharded(key, entry, tensor) for key, tensor in wide.items())
+
+    def _blank(self, key: str) -> Tensor:
+        """Zeros in place of a tensor of the checkpoint."""
+        entry = self._manifest.tensors[key]
+        return torch.zeros(entry.shape, dtype=TORCH[entry.dtype], device=HOST)
 
     @cached_property
     def _by_element(self) -> list[bool]:

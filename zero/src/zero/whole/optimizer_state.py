@@ -120,7 +120,9 @@ class OptimizerState:
 def _tensors(key: str, value: Any) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a value of a state: of a wrapper, what it stands for, and what it wraps."""
     if is_wrapper(value):
-        if hasattr(value, "dequantize"):
+        if (
+            type(value).dequantize is not Tensor.dequantize
+        ):  # its own: a plain tensor's takes only torch's types
             yield key, value.dequantize()
         yield from ((f"{key}.{name}", inner) for name, inner in inner_tensors(value).items())
     elif isinstance(value, Tensor):
