@@ -37,6 +37,11 @@ def test_on_a_host(tmp_path: Path) -> None:
         from accelz import face as accelerator
         print(accelerator.is_available(), accelerator.device_count(), accelerator.current_accelerator(True))
         accelerator.set_device_index(0)
+        accelerator.set_device_index(-1)
+        try:
+            accelerator.set_device_index(5)
+        except ValueError as error:
+            print(error)
         accelerator.synchronize()
         accelerator.empty_cache()
         accelerator.manual_seed(3)
@@ -54,9 +59,19 @@ def test_on_a_host(tmp_path: Path) -> None:
     done = python(tmp_path, script)
     assert done.stdout.splitlines() == [
         "True 1 cpu",
+        "there is no device 5: this process sees 1, counted from 0",
         "device 1 is not this process's, cpu: a process uses the device that it is bound to",
         "device 'cuda' is not of the chosen type, 'cpu'",
     ], done.stderr
+
+
+def test_where_no_backend_can_be_used_there_is_no_device(tmp_path: Path) -> None:
+    script = """
+        from accelz import face
+        print(face.is_available(), face.device_count(), face.current_accelerator(check_available=True))
+    """
+    done = python(tmp_path, script, ACCELZ_DISABLE="cpu,cuda,hpu,xpu")
+    assert done.stdout == "False 0 None\n", done.stderr
 
 
 def test_on_a_device_it_says_what_torch_says(tmp_path: Path) -> None:

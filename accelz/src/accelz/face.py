@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from accelz.errors import BackendUnavailableError
 from accelz.roles.memory import MemoryStats
 from accelz.selection import current
 
@@ -21,13 +22,16 @@ Device = torch.device | str | int | None
 
 
 def is_available() -> bool:
-    """Whether there is a device to use."""
+    """Whether there is a device to use: not where no backend can be used here."""
     return device_count() > 0
 
 
 def device_count() -> int:
-    """The number of devices of the chosen type that this process sees."""
-    return current().device_count()
+    """The number of devices of the chosen type that this process sees; 0 where no backend can be used."""
+    try:
+        return current().device_count()
+    except BackendUnavailableError:
+        return 0
 
 
 def current_accelerator(check_available: bool = False) -> torch.device | None:
@@ -40,8 +44,13 @@ def current_device_index() -> int:
 
 
 def set_device_index(device: Device, /) -> None:
-    """Bind the process to a device, by its number."""
-    current().bind(_index(device))
+    """Bind the process to a device, by its number; a negative one does nothing, as torch's does not. Raises
+    ValueError if there is no such device."""
+    index = _index(device)
+    if index >= device_count():
+        raise ValueError(f"there is no device {device!r}: this process sees {device_count()}, counted from 0")
+    if index >= 0:
+        current().bind(index)
 
 
 def synchronize(device: Device = None, /) -> None:
