@@ -16,6 +16,7 @@ from accelz import AccelzError
 from accelz.conformance import comparison, progress, results
 from accelz.conformance.operators import operator
 from accelz.conformance.results import Setting, Verdict
+from accelz.conformance.runner import supervise
 
 from .fake_distribution import check, environment, good, install
 
@@ -97,6 +98,26 @@ def test_a_report_says_what_it_is_about_and_is_compared(tmp_path: Path) -> None:
     assert code == 0
     assert second["against"]["worse"] == []
     assert len(second["against"]["better"]) == 4
+    gone = "test_streams.py::TestStreams::test_current_is_the_stream_in_use"
+    old.write_text(json.dumps({**first, "tests": {gone: "passed"}}))
+    code, third = check(tmp_path, "-k", "test_current_is_the_stream", "--against", str(old))
+    assert (code, third["ok"], third["failed"]) == (1, False, 0)
+    assert third["against"]["worse"] == [f"{gone}: passed before, is skipped now"]
+
+
+class Interrupted(type(Path())):  # type: ignore[misc]
+    """A report that is looked at as Ctrl-C comes."""
+
+    def exists(self, **_: Any) -> bool:
+        raise KeyboardInterrupt
+
+
+def test_ctrl_c_ends_the_kit_whenever_it_comes(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "import time; time.sleep(100)"]
+    with subprocess.Popen(command, text=True) as process:
+        ended = supervise(process, Interrupted(tmp_path), 60)
+        assert ended.interrupted
+        assert process.returncode == -signal.SIGKILL
 
 
 SLOW = """    import os, pathlib, time

@@ -168,10 +168,10 @@ def check(
 ) -> None:
     """Run the conformance kit: what the backend declares, proved.
 
-    Exits with 0 if every test passed, with 1 if one failed, with 2 if the kit could not run, and with 3 if
-    every test passed that could run here, but the whole kit was asked for and something was not tested:
-    a declared capability, or collectives between ranks. If it is interrupted (Ctrl-C, SIGTERM), it reports
-    what has run, and exits with 1.
+    Exits with 0 if every test passed, with 1 if one failed or --against shows something worse, with 2 if the
+    kit could not run, and with 3 if every test passed that could run here, but the whole kit was asked for
+    and something was not tested: a declared capability, or collectives between ranks. If it is interrupted
+    (Ctrl-C, SIGTERM), it reports what has run, and exits with 1.
     """
     from accelz.conformance.runner import run
 
@@ -184,7 +184,8 @@ def check(
         summary["against"] = comparison.compare(earlier, summary)
     chosen = f"the tests that match {only!r}" if only else "the quick tests" if quick else ""
     lacking = summary["not_tried"] and not chosen
-    code = 1 if not summary["ok"] else 3 if lacking and not allow_untested else 0
+    worse = bool(earlier and summary["against"]["worse"])
+    code = 1 if worse or not summary["ok"] else 3 if lacking and not allow_untested else 0
     if as_json:
         _print_json({**summary, "ok": not code, "exit_code": code})
     else:

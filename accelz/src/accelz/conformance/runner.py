@@ -92,14 +92,19 @@ def supervise(process: subprocess.Popen[str], report: Path, limit: float) -> End
     If nothing has been written to `report` for `limit` seconds, the process gets a SIGABRT, so that it prints
     its stacks (pytest turns faulthandler on), and is killed if that does not end it. Ctrl-C ends it too.
     """
+    try:
+        return _supervised(process, report, limit)
+    except KeyboardInterrupt:  # it may come at any time, also while the report is looked at
+        process.kill()
+        return Ended(process.wait(), "", silent=False, interrupted=True)
+
+
+def _supervised(process: subprocess.Popen[str], report: Path, limit: float) -> Ended:
     started, over = time.time(), 0.0
     while True:
         try:
             output = process.communicate(timeout=LOOK_SECONDS)[0]
             return Ended(process.returncode, output or "", over > 0)
-        except KeyboardInterrupt:
-            process.kill()
-            return Ended(process.wait(), "", silent=False, interrupted=True)
         except subprocess.TimeoutExpired:
             written = report.stat().st_mtime if report.exists() else 0.0
             last = written if written > started else started + START_SECONDS
