@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+import accelz
 import zero
 from accelz.conformance.cluster import Clusters, Context
 from tests.zero.helpers.loops import train_on
@@ -462,8 +463,23 @@ def named_body(context: Context) -> str:
     return "" if context.rank == 3 else refused(engine.step)
 
 
+def absent_body(context: Context) -> str:
+    """A rank is missed that has the same data."""
+    mesh = mesh_of(("pp", 2), ("tp", 2), ("dp", 1))
+    model = Stage(mesh.get_local_rank("pp"))
+    config = zero.Config(timeout=2, local_modules={"*": "pp"})
+    communicator = zero.initialize(model, sgd(model), config, mesh=mesh, data_dims="dp")._communicator
+    both = communicator.alike
+    sums = torch.zeros(1, device=accelz.current().device)
+    return "" if context.rank == 3 else refused(lambda: communicator.all_reduce("norms", sums, both).wait())
+
+
 def test_failures_are_named_by_coordinates(disposable: Clusters) -> None:
-    said = disposable(RANKS).run(named_body, limit=60)
+    ranks = disposable(RANKS)
+    said = ranks.run(absent_body, limit=60)
+    assert said[:2] == ["", ""]
+    assert "rank(s) 3 (pp 1, tp 1, dp 0) did not answer" in said[2]
+    said = ranks.run(named_body, limit=60)
     for each in said[:3]:
         assert each.startswith("CommunicationError: rank "), each
         assert "3 (pp 1, dp 1)" in each
