@@ -409,12 +409,18 @@ def arguments_body(context: Context) -> dict[str, str]:
     )
     engine = zero.initialize(model, optimizer, zero.Config(timeout=20), **both)
     train_on(engine, language_loss(model, 0, engine.rank))
+    optimizer.param_groups[0]["lr"] *= 1 + mesh.get_local_rank("tp")
+    said["rates"] = refused(lambda: train_on(engine, language_loss(model, 1, engine.rank)))
     return said
 
 
 def test_what_is_refused(cluster: Clusters) -> None:
     for rank, said in enumerate(cluster(RANKS).run(arguments_body, limit=60)):
         shapes, shards = said.pop("shapes"), said.pop("other shards")
+        rates = said.pop("rates")
+        assert rates.startswith("RankMismatchError: param_groups[0]['lr'] is"), rates
+        assert "on rank 0 (dp 0, tp 0) and" in rates
+        assert "on rank 1 (dp 0, tp 1)" in rates
         assert shards.startswith("RankMismatchError: mesh, data_dims, shard_dims"), shards
         assert all(each.startswith("ConfigError: ") for each in said.values()), said
         assert "leave process_group out" in said["two"]

@@ -247,6 +247,18 @@ class Communicator:
             self._tell_of_others()
         return flagged
 
+    def check_alike(self, settings: Callable[[], Mapping[str, Any]]) -> None:
+        """Check settings as `agree` does, among the ranks whose models are alike, where these are more than
+        `group`. Blocks the host. Raises RankMismatchError."""
+        if self.alike.size == self.group.size:
+            return
+        own = dict(settings())
+        _, (same,) = self._vote("settings", [], [crc32(repr(own).encode())], self.alike)
+        if not same:
+            names = [self.grid.name(rank) for rank in self.grid.part(self.whole.rank, self.grid.alike)]
+            told = first_setting(self.all_gather_alike(own), names.__getitem__)
+            raise RankMismatchError(f"{told}. {_SETTINGS_ADVICE}")
+
     @contextmanager
     def telling(self, about: str, what: str) -> Iterator[None]:
         """Warn the job, after the block, of what happens on this rank and maybe on it alone.
@@ -383,11 +395,12 @@ class Communicator:
             ) from error
 
     def _vote(
-        self, what: str, flags: Sequence[bool], numbers: Sequence[int]
+        self, what: str, flags: Sequence[bool], numbers: Sequence[int], ranks: Group | None = None
     ) -> tuple[list[bool], list[bool]]:
-        """Return which flags any rank has set, and which numbers are the same on all ranks."""
+        """Return which flags any rank has set, and which numbers are the same on all ranks. ranks: None for
+        `group`."""
         ballot = torch.tensor([*flags, *numbers, *(-n for n in numbers)], dtype=torch.int64, device=HOST)
-        self._exchange(what, ballot)
+        self._exchange(what, ballot, ranks)
         told, count = ballot.tolist(), len(flags)
         highest, lowest = told[count : count + len(numbers)], told[count + len(numbers) :]
         equal = [high == -low for high, low in zip(highest, lowest, strict=True)]

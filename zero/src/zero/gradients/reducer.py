@@ -172,6 +172,11 @@ class GradientReducer:
             self._reduce_all(late)
             self._communicator.agree()
 
+    def check_settings(self) -> None:
+        """Raise RankMismatchError if they differ among ranks with the same data, which no backward compares.
+        Collective."""
+        self._communicator.check_alike(self._settings)
+
     @property
     def same_everywhere(self) -> bool:
         """Whether every rank of the job has all that there is of every group's gradients. The same on all

@@ -115,6 +115,7 @@ class Boundary:
             raise UsageError(_NOT_SUMMED)
         self.integrity.check_step()
         multipliers = self.held_gradients.settle()
+        self.reducer.check_settings()
         self.placement.before_step()
         self.tracer.begin_update()
         self.communicator.observation.phase("step")
