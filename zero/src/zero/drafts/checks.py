@@ -272,11 +272,17 @@ def check_equal(model: nn.Module, prepared: Prepared, config: Config, communicat
         communicator.check_equal(told | of_model, {"the model": _OF_RANKS})
         return
     grid = communicator.grid
-    told[_COUNT] = f"{len(members(prepared.optimizer))} optimizer(s)"
-    communicator.check_equal_along(grid.names, told, {_COUNT: _OF_COUNTS})
+    communicator.check_equal_along(grid.names, told)
+    check_count(prepared.optimizer, communicator)
     communicator.check_equal_along(
         grid.alike, of_model, {"the model": _OF_RANKS + _OF_STAGES.format(min(grid.others))}
     )
+
+
+def check_count(optimizer: Optimizer, communicator: Communicator) -> None:
+    """Raise RankMismatchError if ranks of a mesh have different numbers of optimizers. Collective."""
+    count = {_COUNT: f"{len(members(optimizer))} optimizer(s)"}
+    communicator.check_equal_along(communicator.grid.names, count, {_COUNT: _OF_COUNTS})
 
 
 _OF_RANKS = (

@@ -16,7 +16,7 @@ from zero.checkpoint.engine_state import EngineParts
 from zero.communication.communicator import Communicator
 from zero.communication.mesh import Meshes
 from zero.config.training import Config
-from zero.drafts.checks import how_stepped
+from zero.drafts.checks import check_count, how_stepped
 from zero.drafts.offload_fit import check_offload
 from zero.drafts.preparation import check_blocks
 from zero.engine import Engine
@@ -128,6 +128,8 @@ def _check_same(sharded: Sharded, optimizer: Optimizer, param_group_of: Mapping[
         named for group in sharded.trainable for named in zip(group.names, group.parameters, strict=True)
     ]
     told = {name: param_group_of[parameter] for name, parameter in named if parameter in param_group_of}
+    if sharded.communicator.divided:
+        check_count(optimizer, sharded.communicator)
     sharded.communicator.check_equal({"the optimizer": f"{how_stepped(optimizer, sharded.config)} {told}"})
 
 
