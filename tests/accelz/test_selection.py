@@ -132,10 +132,22 @@ def test_a_load_that_fails_names_the_backend(tmp_path: Path, load: str, expected
 
 
 def test_two_backends_with_one_name_are_refused(tmp_path: Path) -> None:
-    install(tmp_path, "cpu", good("cpu"), distribution="aaa-cpu")
-    said = _last(python(tmp_path, CURRENT, ACCELZ_DEVICE="cpu").stderr)
-    assert "SelectionError: 'cpu' is the name of two backends, of aaa-cpu and accelz-cpu" in said
+    install(tmp_path, "foo", good("foo"), distribution="aaa-foo")
+    install(tmp_path, "foo", good("foo"), distribution="bbb-foo")
+    said = _last(python(tmp_path, CURRENT, ACCELZ_DEVICE="foo").stderr)
+    assert "SelectionError: 'foo' is the name of two backends, of aaa-foo and bbb-foo" in said
     assert python(tmp_path, CURRENT).stdout == "cpu\n"
+
+
+def test_a_first_partys_name_means_its_backend_however_it_is_chosen(tmp_path: Path) -> None:
+    install(tmp_path, "cpu", "raise ImportError('a stray one')", distribution="aaa-cpu")
+    script = """
+        import accelz
+        from accelz.cli import choose
+        print(choose(accelz.list_backends())[0], accelz.current().name)
+    """
+    for variables in ({"ACCELZ_DEVICE": "cpu"}, {}):
+        assert python(tmp_path, script, **variables).stdout == "cpu cpu\n"
 
 
 def test_a_tie_is_told(tmp_path: Path) -> None:

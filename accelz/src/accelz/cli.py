@@ -118,10 +118,15 @@ def choose(rows: list[BackendRow]) -> tuple[str | None, str]:
     meant = [r for r in rows if r.name == wanted]
     if not meant:
         return None, f"ACCELZ_DEVICE={wanted} is not installed. {discovery.how_to_have(wanted)}"
-    if len(meant) > 1:
-        owners = " and ".join(r.distribution for r in meant)
-        return None, f"ACCELZ_DEVICE={wanted} is the name of two backends, of {owners}: uninstall one of them"
-    (row,) = meant
+    owners = [r.distribution for r in meant]
+    owner = discovery.owner(wanted, owners)
+    if owner is None:
+        several = " and ".join(owners)
+        return (
+            None,
+            f"ACCELZ_DEVICE={wanted} is the name of two backends, of {several}: uninstall one of them",
+        )
+    row = meant[owners.index(owner)]
     if row.status is not Status.AVAILABLE:
         return None, f"ACCELZ_DEVICE={wanted} is {row.status.value}: {row.reason}"
     return wanted, f"ACCELZ_DEVICE={wanted}"

@@ -286,24 +286,38 @@ def _checked(entry: EntryPoint, descriptor: object) -> BackendDescriptor:
 
 
 def _mark_duplicates(rows: list[BackendRow]) -> list[BackendRow]:
-    """Of backends with one name none is used, except a first-party one."""
+    """Of backends with one name those are broken that are not meant by it."""
     result = []
     for row in rows:
         others = [r.distribution for r in rows if r.name == row.name and r is not row]
-        if others and row.status is not Status.DISABLED and not _is_first_party(row):
+        meant = owner(row.name, [row.distribution, *others]) == row.distribution
+        if others and row.status is not Status.DISABLED and not meant:
             reason = f"duplicate name: {', '.join(others)} provides {row.name!r} too; uninstall one of them"
             row = replace(row, status=Status.BROKEN, reason=reason, descriptor=None, late=False)
         result.append(row)
     return result
 
 
-def _is_first_party(row: BackendRow) -> bool:
-    return row.name in FIRST_PARTY and _normalized(row.distribution) == f"accelz-{row.name}"
+def owner(name: str, distributions: Sequence[str]) -> str | None:
+    """The distribution whose backend is meant by a name: the first party's, or else the only one; None of
+    several others."""
+    own = [each for each in distributions if _is_first_party(name, each)]
+    (meant, *more) = own or distributions
+    return None if more else meant
+
+
+def owners(entries: Iterable[EntryPoint]) -> list[str]:
+    """The distributions of entry points, in their order."""
+    return [_distribution(entry) for entry in entries]
+
+
+def _is_first_party(name: str, distribution: str) -> bool:
+    return name in FIRST_PARTY and _normalized(distribution) == f"accelz-{name}"
 
 
 def _rank(row: BackendRow) -> tuple[int, bool, str, str]:
     priority = row.priority if row.priority is not None else -(10**9)
-    return (-priority, not _is_first_party(row), row.name, row.distribution)
+    return (-priority, not _is_first_party(row.name, row.distribution), row.name, row.distribution)
 
 
 def _row(

@@ -81,12 +81,14 @@ def load_named(name: str, environ: Mapping[str, str]) -> Accelerator:
     entries = discovery.installed(name)
     if not entries:
         raise BackendNotFoundError(f"no backend called {name!r} is installed. {_advice(name, environ)}")
-    if len(entries) > 1:
-        owners = " and ".join(entry.dist.name if entry.dist else entry.value for entry in entries)
+    owners = discovery.owners(entries)
+    meant = discovery.owner(name, owners)
+    if meant is None:
         raise SelectionError(
-            f"{name!r} is the name of two backends, of {owners}, and says not which is meant: uninstall one"
+            f"{name!r} is the name of two backends, of {' and '.join(owners)}, and says not which is meant: "
+            "uninstall one"
         )
-    (row,) = discovery.inspect(entries)
+    (row,) = discovery.inspect([entries[owners.index(meant)]])
     if row.status is Status.BROKEN:
         raise BackendError(f"backend {name!r} ({row.distribution}) is broken: {row.reason}")
     if row.status is Status.UNAVAILABLE:
