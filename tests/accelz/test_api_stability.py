@@ -63,6 +63,45 @@ def test_its_own_kernels_are_used_and_its_age_is_told(old: Path) -> None:
     assert "backend 'old' (accelz-old) is for accelz API 1. This accelz has API 2 and adapts" in done.stderr
 
 
+VERSION_1 = """
+def probe():
+    import accelz.streams
+    return Probe(True, accelz.streams.NullStreams.__name__)
+
+def load():
+    import accelz, accelz.kernels
+    from accelz.capabilities import Capabilities
+    exec("from accelz.rng import *", names := {})
+    from accelz.torch_device import TORCH_DEVICE
+    class Mine(Capabilities):
+        pass
+    assert Capabilities | None
+    assert isinstance(Mine(streams=True), Capabilities)
+    assert Mine() == Mine(storage_resize=True, async_collectives=True)
+    assert accelz.kernels.Kernels is accelz.Kernels, accelz.kernels.Kernels
+    assert names['Rng'] is accelz.Rng
+    from accelz_cpu.accelerator import build
+    accelerator = build()
+    accelerator.name = "foo"
+    return accelerator
+"""
+
+
+def test_what_version_1_was_written_with_is_there(tmp_path: Path) -> None:
+    source = good("foo", api=1).replace("lambda: Probe(True, 'a double of the cpu')", "probe")
+    install(tmp_path, "foo", source[: source.index("def load")] + VERSION_1 + source[source.index("@hook") :])
+    script = """
+        import sys, accelz
+        (row,) = [row for row in accelz.list_backends() if row.name == "foo"]
+        print(row.reason, "torch" in sys.modules)
+        accelz.use("foo")
+        from accelz import torch_device
+        print(torch_device.Capabilities is accelz.Capabilities, accelz.Capabilities().storage_resize)
+    """
+    done = python(tmp_path, script)
+    assert done.stdout.splitlines() == ["NullStreams False", "True False"], done.stderr
+
+
 @pytest.mark.parametrize("version", [API_VERSION - 2, API_VERSION + 1])
 def test_the_kit_on_another_version_is_one_line(tmp_path: Path, version: int) -> None:
     install(tmp_path, "foo", good("foo", api=version))

@@ -4,7 +4,7 @@ Version 2 differs from version 1, that of accelz 0.1, in three things:
 
 - Modules moved into packages: `accelz.kernels` is `accelz.roles.kernels`, and so on.
 - An optimizer's kernel takes one value, an `Update`, instead of its tensors and numbers one by one.
-- `Capabilities()` declares nothing; what a version-1 backend did not write out was what `DECLARED` says.
+- `Capabilities()` declares nothing, and in version 1 it declared what `CapabilitiesOfVersion1` does.
 
 This module knows these and is removed with version 1; docs/api-stability.md says when.
 """
@@ -35,29 +35,39 @@ MOVED = {
     "streams": "roles.streams",
 }
 """Modules of version 1, and where what they had is now."""
-DECLARED = ("storage_resize", "host_data_assignment", "async_collectives", "shared_device")
-"""What `Capabilities()` declared in version 1, beside bfloat16."""
 
 
 def adapted(descriptor: BackendDescriptor) -> BackendDescriptor:
-    """The descriptor with a `load` for this version of the interface."""
+    """The descriptor with a `load` for this version of the interface. The modules of version 1 are there from
+    now on, for its probe too."""
     if descriptor.api_version == API_VERSION:
         return descriptor
+    for old, new in MOVED.items():
+        if f"accelz.{old}" not in sys.modules:
+            module = _module(old, new)
+            sys.modules[module.__name__] = module
+            setattr(sys.modules["accelz"], old, module)
     return replace(descriptor, load=partial(_load, descriptor.load))
 
 
 def _load(load: Callable[[], Accelerator]) -> Accelerator:
-    for old, new in MOVED.items():
-        sys.modules.setdefault(f"accelz.{old}", _module(old, new))
     with _names_of_version_1():
         return load()
 
 
 def _module(old: str, new: str) -> ModuleType:
+    """A module that has the names of another, which is imported when one is used: most import torch."""
+
+    def get(name: str) -> Any:
+        if (old, name) == ("kernels", "Kernels"):
+            return _kernels()
+        found = import_module(f"accelz.{new}")
+        if name == "__all__":  # of a star import
+            return [each for each in vars(found) if not each.startswith("_")]
+        return getattr(found, name)
+
     module = ModuleType(f"accelz.{old}")
-    module.__dict__.update(vars(import_module(f"accelz.{new}")) | {"__name__": module.__name__})
-    if old == "kernels":
-        module.__dict__["Kernels"] = _kernels()
+    module.__dict__["__getattr__"] = get
     return module
 
 
@@ -65,9 +75,12 @@ def _module(old: str, new: str) -> ModuleType:
 def _names_of_version_1() -> Iterator[None]:
     """For a backend that is imported meanwhile, accelz's names are those of version 1 where these differ."""
     accelz, capabilities = sys.modules["accelz"], import_module("accelz.capabilities")
-    torch = import_module("torch")
-    dtypes = frozenset({torch.float32, torch.bfloat16})
-    declared = partial(capabilities.Capabilities, dtypes=dtypes, **dict.fromkeys(DECLARED, True))
+    for own in (
+        "accelerator",
+        "torch_device",
+    ):  # accelz's own users of these names, which keep this version's
+        import_module(f"accelz.{own}")
+    declared = import_module("accelz.earlier_capabilities").CapabilitiesOfVersion1
     changes: list[tuple[ModuleType, str, Any]]
     changes = [(capabilities, "Capabilities", declared), (accelz, "Capabilities", declared)]
     changes.append((accelz, "Kernels", _kernels()))
