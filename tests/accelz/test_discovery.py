@@ -123,14 +123,14 @@ def test_nobody_takes_a_first_partys_place(site: Path) -> None:
 
 
 SPOILERS = {
-    "hangs_at_import": ("import time; time.sleep(99)", "importing it did not return within 0.3 s"),
+    "hangs_at_import": ("import time; time.sleep(99)", "importing it did not return within 1 s"),
     "hangs_in_c": (
         good("hangs_in_c").replace("Probe(True", "__import__('signal').pause() or Probe(True"),
-        "its probe did not return within 0.3 s",
+        "its probe did not return within 1 s",
     ),
     "leaves_a_child": (
         "import os, time\nos.fork() or time.sleep(99)\ntime.sleep(99)",
-        "importing it did not return within 0.3 s",
+        "importing it did not return within 1 s",
     ),
     "crashes_at_import": ("import ctypes; ctypes.string_at(0)", "importing it crashed with SIGSEGV"),
     "crashes": (
@@ -142,7 +142,7 @@ SPOILERS = {
     "closes_everything": ("import os; os.closerange(0, 999)", "importing it ended the process with code 0"),
     "closes_everything_and_stays": (
         "import os, time\nos.closerange(0, 999)\ntime.sleep(99)",
-        "importing it did not return within 0.3 s",
+        "importing it did not return within 1 s",
     ),
     "talks": (
         "raise ImportError('\\x1b[2Jone\\ntwo ' + 'x' * 9999)",
@@ -154,7 +154,7 @@ SPOILERS = {
 def test_what_hangs_or_crashes_is_named_and_the_others_work(
     site: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("ACCELZ_PATIENCE", "0.03")
+    monkeypatch.setenv("ACCELZ_PATIENCE", "0.1")
     for name, (source, _) in SPOILERS.items():
         install(site, name, source)
     install(site, "sound", good("sound"))

@@ -120,7 +120,8 @@ def _index(device: Device) -> int:
     """The number of a device, which is of the chosen type. None, or no number, is the current one."""
     if isinstance(device, int):
         return device
-    given = current().device if device is None else torch.device(device)
-    if given.type != current().device.type:
-        raise ValueError(f"device {device!r} is not of the chosen type, {current().device.type!r}")
+    own = current().device  # first: torch knows a vendor's name once its backend is there
+    given = own if device is None else torch.device(device)
+    if given.type != own.type:
+        raise ValueError(f"device {device!r} is not of the chosen type, {own.type!r}")
     return current_device_index() if given.index is None else given.index
