@@ -225,6 +225,16 @@ class GradientReducer:
         result = self._stores.kernels(device).norm_and_nonfinite(near)
         return result + self._norm_on_host(far).to(device) if far else result
 
+    def norms_of(self, parts: Sequence[Tensor], order: float) -> Tensor:
+        """The norm of each of these flat tensors, which are on one device: (parts,), fp32.
+
+        On the host, a kernel takes a third of the time of torch's function for 16-bit values.
+        """
+        if order == 2.0 and parts[0].device.type == HOST.type:
+            kernels = self._stores.kernels(parts[0].device)
+            return torch.stack([kernels.norm_and_nonfinite([part])[0] for part in parts]).sqrt_()
+        return torch.stack(torch._foreach_norm(list(parts), order, dtype=torch.float32))
+
     def _norm_on_host(self, slices: Sequence[Values]) -> Tensor:
         """One slice after another, so that those on disk are not in memory all at once."""
         kernels = self._stores.kernels(HOST)

@@ -341,7 +341,7 @@ class HeldGradients:
         here = values if isinstance(values, Tensor) else values.read()
         if group.pieces:
             parts = [here[piece.shard_slice] for piece in group.pieces]
-            norms = torch.stack(torch._foreach_norm(parts, order, dtype=torch.float32))
+            norms = self._reducer.norms_of(parts, order)
             total[self._places_of(gradients, total.device)] = norms.to(total.device)
 
     def _places_of(self, gradients: GroupGradients, device: torch.device) -> Tensor:
