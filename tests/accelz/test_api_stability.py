@@ -87,6 +87,7 @@ def load():
 """
 
 
+@pytest.mark.slow
 def test_what_version_1_was_written_with_is_there(tmp_path: Path) -> None:
     source = good("foo", api=1).replace("lambda: Probe(True, 'a double of the cpu')", "probe")
     install(tmp_path, "foo", source[: source.index("def load")] + VERSION_1 + source[source.index("@hook") :])
