@@ -3,7 +3,7 @@
 Modules, lowest first:
 
 initial_values          what the ranks came with, compared
-build_units             units from their drafts
+build_units             units drafted, and built from their drafts
 regroup                 units built anew for another optimizer
 parts                   several parts of a model as one
 no_sync                 `model.no_sync()`

@@ -9,14 +9,17 @@ from torch import nn
 
 from zero.communication.communicator import Communicator
 from zero.communication.mesh import Meshes
-from zero.config.training import Config
+from zero.config.training import Config, dtype_named
 from zero.deferred import deferred_init
-from zero.drafts.unit_drafts import UnitDraft
+from zero.drafts.preparation import Prepared
+from zero.drafts.unit_drafts import UnitDraft, draft_units, reserve_disk
+from zero.optimizer.state_size import moments_of
 from zero.setup.initial_values import InitialValues
 from zero.sharding.distributed import local_of
 from zero.sharding.flat_group import FlatGroup
 from zero.sharding.guard import ANEW, NAME_ATTRIBUTE, REASON_ATTRIBUTE, abandon
 from zero.sharding.sharded_unit import ShardedUnit
+from zero.tiers.placement import Placer
 from zero.tiers.room import OutOfMemoryError, room_for
 from zero.tiers.stores import Stores
 
@@ -41,6 +44,22 @@ def build_units(
         before(index)
         built.append(_build_unit(index, draft, config, stores, communicator, meshes, initial_values))
     return built
+
+
+def draft_and_reserve(
+    prepared: Prepared, config: Config, communicator: Communicator, meshes: Meshes, stores: Stores
+) -> list[UnitDraft]:
+    """Draft the units, and reserve the disk space of their state; collective. Changes no parameter.
+
+    Raises OffloadError, on every rank, if any of them finds no space.
+    """
+    budgeted = config.offload.budget("optimizer") is not None
+    moments = moments_of(prepared.optimizer, dtype_named(config.precision)) if budgeted else {}
+    placer = Placer(config.offload, stores.host)
+    drafts = draft_units(prepared, config, placer, lambda apart: meshes.of(apart).shards.size, moments)
+    placer.warn_of_shortfalls(communicator.group.rank)
+    reserve_disk(drafts, config, stores, communicator)
+    return drafts
 
 
 @contextmanager

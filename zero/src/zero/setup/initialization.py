@@ -32,20 +32,17 @@ from zero.drafts.checks import (
 )
 from zero.drafts.offload_fit import warn_of_nothing_to_move
 from zero.drafts.preparation import prepare, settings
-from zero.drafts.unit_drafts import draft_units, reserve_disk
 from zero.engine import Engine
 from zero.optimizer.joint import members
-from zero.optimizer.state_size import moments_of
 from zero.optimizer.stepping import GroupStepping
 from zero.pretrained import keep_promises
 from zero.setup.build import Sharded, Stepper, build_engine
-from zero.setup.build_units import build_units, taking_over
+from zero.setup.build_units import build_units, draft_and_reserve, taking_over
 from zero.setup.initial_values import InitialValues
 from zero.setup.parts import as_model
 from zero.sharding.exact import computes_in
 from zero.sharding.forms import adopt, named_leaves
 from zero.sharding.local import apart_of
-from zero.tiers.placement import Placer
 from zero.tiers.room import room_for
 from zero.tiers.stores import Stores
 from zero.warning import held_back, warn
@@ -106,8 +103,6 @@ def initialize(
         prepared = prepare(model, optimizer, config, for_graphs=True, dims=dims or ())
     check_dtypes(prepared, config, accelerator)
     check_compilation(config, accelerator)
-    budgeted = config.offload.budget("optimizer") is not None
-    moments = moments_of(prepared.optimizer, dtype_named(config.precision)) if budgeted else {}
 
     groups = join(accelerator, config.timeout, process_group, arranged)
     name, outlive = type(model).__name__, config.outlive_launcher
@@ -121,11 +116,8 @@ def initialize(
     differing = [*prepared.apart.values(), *(apart_of(name, config) for name, _ in model.named_buffers())]
     meshes.make(communicator.everywhere, differing)
     stores = Stores(accelerator, config.offload)
-    placer = Placer(config.offload, stores.host)
-    drafts = draft_units(prepared, config, placer, lambda apart: meshes.of(apart).shards.size, moments)
-    placer.warn_of_shortfalls(communicator.group.rank)
     warn_of_nothing_to_move(config, accelerator.device, communicator.group.rank)
-    reserve_disk(drafts, config, stores, communicator)
+    drafts = draft_and_reserve(prepared, config, communicator, meshes, stores)
     initial_values = InitialValues(model, communicator)
     _move_buffers(model, config, accelerator, communicator, meshes, initial_values)
     with taking_over(model):
