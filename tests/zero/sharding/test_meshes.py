@@ -19,7 +19,7 @@ from tests.zero.helpers.training import Run, errors_of, same_bits, train_referen
 from zero.communication.grid import Grid
 from zero.communication.mesh import Meshes
 from zero.drafts.unit_drafts import UnitDraft, draft_units
-from zero.setup import build_units, initialization
+from zero.setup import build_units
 
 RANKS, FEW, STEPS = 4, 2, 4
 SPREAD_LESS = "blocks.1"
@@ -41,7 +41,7 @@ def one_unit_over_few_ranks() -> Iterator[None]:
         return build_unit(index, draft, config, stores, communicator, meshes, values)
 
     with (
-        patch.object(initialization, "draft_units", drafted),
+        patch.object(build_units, "draft_units", drafted),
         patch.object(build_units, "_build_unit", built),
     ):
         yield
