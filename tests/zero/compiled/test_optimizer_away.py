@@ -18,6 +18,7 @@ from tests.zero.helpers.compiled_models import FAULTS, WIDTH, Transformer, Watch
 from tests.zero.helpers.models import device_of
 from tests.zero.helpers.optimizers import lion
 from tests.zero.helpers.training import adamw, collected
+from tests.zero.helpers.worlds import UP_TO_TWO
 
 pytestmark = pytest.mark.slow  # compiles
 
@@ -123,7 +124,7 @@ def parity_body(context: Context) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", UP_TO_TWO)
 def test_bitwise_equal_to_state_on_the_device(cluster: Clusters, device: str, size: int) -> None:
     for found in cluster(size).run(parity_body, limit=300):
         for name, (equal, back, ahead) in found.items():
@@ -242,7 +243,7 @@ def scripts_body(context: Context) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", UP_TO_TWO)
 def test_whatever_happens_in_between(cluster: Clusters, device: str, size: int) -> None:
     for found in cluster(size).run(scripts_body, limit=300):
         for name, (equal, left) in found.items():

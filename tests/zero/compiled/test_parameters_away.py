@@ -11,6 +11,7 @@ import zero
 from accelz.conformance.cluster import Clusters, Context
 from tests.zero.helpers.compiled_models import fresh, tokens
 from tests.zero.helpers.training import adamw
+from tests.zero.helpers.worlds import UP_TO_TWO
 
 STEPS = 3
 
@@ -51,7 +52,7 @@ def tiers_body(context: Context, folder: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", UP_TO_TWO)
 def test_same_values_from_every_tier(cluster: Clusters, device: str, size: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         for found in cluster(size).run(tiers_body, folder=folder, limit=180):

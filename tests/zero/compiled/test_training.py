@@ -19,6 +19,7 @@ from tests.zero.helpers.loops import train_on
 from tests.zero.helpers.models import LanguageModel, device_of
 from tests.zero.helpers.models import tokens as small_tokens
 from tests.zero.helpers.training import adamw, relative_error, same_bits, train_zero
+from tests.zero.helpers.worlds import UP_TO_TWO
 
 AOT = zero.Compile(inner="aot_eager")
 STEPS = 4
@@ -117,7 +118,7 @@ def same_bits_body(context: Context) -> dict[str, bool]:
     return found
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", UP_TO_TWO)
 def test_the_bits_of_eager_training(cluster: Clusters, size: int) -> None:
     """aot_eager runs the eager engine's operations, so every loss and weight is the same."""
     assert sorted(name for names in PAIRS for name in names) == sorted(SAME_BITS)
@@ -163,7 +164,7 @@ def breaks_body(context: Context) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", UP_TO_TWO)
 def test_graph_breaks_go_unit_by_unit(cluster: Clusters, size: int) -> None:
     for rank, found in enumerate(cluster(size).run(breaks_body, limit=120)):
         told = int(rank == 0)
