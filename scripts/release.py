@@ -46,7 +46,7 @@ def absolute_links(text: str, folder: str, blob: str) -> str:
 def with_urls(pyproject: str, url: str, blob: str) -> str:
     """The metadata with the addresses that an index shows beside a package."""
     urls = {
-        "Documentation": f"{blob}/docs/user-guide.md",
+        "Documentation": f"{blob}/docs/index.md",
         "Changelog": f"{blob}/CHANGELOG.md",
         "Issues": f"{url}/issues",
         "Repository": url,

@@ -1,7 +1,12 @@
-"""Every Python snippet of the READMEs and the user guide runs."""
+"""Every Python snippet of the documentation runs.
+
+Pages of the guide go on from the start page, as they say: its snippets run before those of each. A job runs
+many pages, each with names of its own, and an error names the line of the page.
+"""
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -9,25 +14,72 @@ import pytest
 
 from tests.accelz import forked
 
-pytestmark = pytest.mark.slow  # trains
-
 ROOT = Path(__file__).resolve().parents[2]
+START = "docs/index.md"
+OF_ONE_RANK = [
+    "README.md",
+    "zero/README.md",
+    "accelz/README.md",
+    "docs/migration.md",
+    "docs/migration-deepspeed.md",
+]
+ELSEWHERE = {
+    "docs/frameworks.md": "tests/frameworks/test_docs.py",
+    "docs/frameworks-lightning.md": "tests/frameworks/test_lightning_docs.py",
+    "docs/frameworks-others.md": "by hand: most of these frameworks cannot be installed beside each other",
+    "docs/meshes.md": "tests/zero/communication/test_mesh_jobs.py has the same calls, with a model",
+    "docs/parameters.md": "tests/frameworks/test_quantised_parameters.py has the same calls, with a model",
+    "docs/vendor-guide.md": "tests/accelz/test_vendor_guide.py",
+}
+DECIDED = "docs/decisions/"  # what was decided then, in the code of then
+_BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+PROGRAM = """
+import gc, json, sys
+
+pages, start = json.loads(sys.argv[1]), sys.argv[2] or None
+for name, source in pages.items():
+    print(name, flush=True)
+    names = {"__name__": "__main__"}
+    if start and name != start:
+        exec(compile(pages[start], start, "exec"), names)
+    exec(compile(source, name, "exec"), names)
+    names.clear()
+    gc.collect()
+"""
 
 
+def snippets(page: str) -> str:
+    """A page's snippets as one program, in which each is on its lines of the page."""
+    text = (ROOT / page).read_text()
+    lines = [""] * text.count("\n")
+    for block in _BLOCK.finditer(text):
+        first = text.count("\n", 0, block.start(1))
+        code = block[1].splitlines()
+        lines[first : first + len(code)] = code
+    return "\n".join(lines)
+
+
+def pages() -> list[str]:
+    """The documents that have snippets."""
+    found = [*ROOT.glob("*.md"), *ROOT.glob("*/README.md"), *ROOT.glob("docs/**/*.md")]
+    names = [path.relative_to(ROOT).as_posix() for path in found]
+    return sorted(name for name in names if snippets(name).strip() and not name.startswith(DECIDED))
+
+
+OF_TWO_RANKS = [START, *(name for name in pages() if name not in {START, *OF_ONE_RANK, *ELSEWHERE})]
+
+
+@pytest.mark.slow  # trains
 @pytest.mark.parametrize(
-    ("document", "ranks"),
-    [
-        ("README.md", 1),
-        ("docs/user-guide.md", 2),
-        ("docs/migration.md", 1),
-        ("zero/README.md", 1),
-        ("accelz/README.md", 1),
-    ],
+    ("ranks", "start", "documents"), [(1, "", OF_ONE_RANK), (2, START, OF_TWO_RANKS)], ids=["alone", "guide"]
 )
-def test_snippets_run_in_order(document: str, ranks: int, tmp_path: Path) -> None:
-    blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / document).read_text(), re.DOTALL | re.MULTILINE)
-    assert blocks, f"{document} has no snippets"
+def test_snippets_run_in_order(ranks: int, start: str, documents: list[str], tmp_path: Path) -> None:
     script = tmp_path / "snippets.py"
-    script.write_text("\n".join(blocks))
-    done = forked.job(tmp_path, script, [], ranks, TMPDIR=str(tmp_path))
-    assert done.returncode == 0, done.stderr
+    script.write_text(PROGRAM)
+    programs = json.dumps({name: snippets(name) for name in documents})
+    done = forked.job(tmp_path, script, [programs, start], ranks, TMPDIR=str(tmp_path))
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+
+
+def test_no_page_is_forgotten() -> None:
+    assert set(pages()) == {*OF_ONE_RANK, *OF_TWO_RANKS, *ELSEWHERE}

@@ -58,7 +58,7 @@ def test_a_link_to_nothing_is_told() -> None:
 def test_the_addresses_are_metadata() -> None:
     text = release.with_urls((ROOT / "accelz/pyproject.toml").read_text(), URL, BLOB)
     assert tomllib.loads(text)["project"]["urls"] == {
-        "Documentation": f"{BLOB}/docs/user-guide.md",
+        "Documentation": f"{BLOB}/docs/index.md",
         "Changelog": f"{BLOB}/CHANGELOG.md",
         "Issues": f"{URL}/issues",
         "Repository": URL,
