@@ -6,6 +6,8 @@ PACKAGES := accelz accelz_cpu accelz_cuda accelz_xpu accelz_hpu zero
 STAMP := $(VENV)/.installed
 FRAMEWORKS := .venv-frameworks
 FRAMEWORKS_STAMP := $(FRAMEWORKS)/.installed
+DOCS := .venv-docs
+DOCS_STAMP := $(DOCS)/.installed
 SIM := examples/sim_backend
 SIM_STAMP := $(VENV)/.sim-installed
 RANKS ?= 2
@@ -16,7 +18,7 @@ ARGS ?=
 PYTEST_OPTIONS = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 PYTEST = $(BIN)/python -m pytest $(PYTEST_OPTIONS)
 
-.PHONY: setup sim arguments train test quick frameworks check lints format bench clean
+.PHONY: setup sim arguments train test quick frameworks docs check lints format bench clean
 
 setup: $(STAMP)
 
@@ -63,6 +65,16 @@ $(FRAMEWORKS_STAMP): $(STAMP) constraints-frameworks.txt scripts/layer_venv.py
 	$(FRAMEWORKS)/bin/python -m pip install --quiet -c constraints.txt -r constraints-frameworks.txt
 	touch $@
 
+docs: $(DOCS_STAMP)  ## the documentation as a site, in build/site; a broken link or a missing name fails
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs --quiet build
+	$(DOCS)/bin/python -m pytest -n 0 tests/docs $(ARGS)
+
+$(DOCS_STAMP): $(STAMP) constraints-docs.txt scripts/layer_venv.py
+	test -x $(DOCS)/bin/python || $(BIN)/python -m venv --without-pip $(DOCS)
+	$(DOCS)/bin/python scripts/layer_venv.py $(VENV)
+	$(DOCS)/bin/python -m pip install --quiet -c constraints.txt -r constraints-docs.txt
+	touch $@
+
 check: setup lints  ## formatting, lint, types, and the project's own lints, one script each
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -78,6 +90,7 @@ lints: setup
 	$(BIN)/python scripts/lint_tests.py
 	$(BIN)/python scripts/lint_tiers.py
 	$(BIN)/python -m scripts.device_table
+	$(BIN)/python -m scripts.error_index
 
 format: setup
 	$(BIN)/ruff format .
@@ -87,4 +100,4 @@ bench: setup
 	$(BIN)/python -m benchmarks $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(FRAMEWORKS) runs
+	rm -rf $(VENV) $(FRAMEWORKS) $(DOCS) build runs

@@ -29,10 +29,12 @@ ELSEWHERE = {
     "docs/frameworks-others.md": "by hand: most of these frameworks cannot be installed beside each other",
     "docs/meshes.md": "tests/zero/communication/test_mesh_jobs.py has the same calls, with a model",
     "docs/parameters.md": "tests/frameworks/test_quantised_parameters.py has the same calls, with a model",
+    "docs/recipes/lora.md": "tests/frameworks/test_docs.py",
     "docs/vendor-guide.md": "tests/accelz/test_vendor_guide.py",
 }
 DECIDED = "docs/decisions/"  # what was decided then, in the code of then
 _BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+_CODE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 PROGRAM = """
 import gc, json, sys
 
@@ -66,6 +68,13 @@ def pages() -> list[str]:
     return sorted(name for name in names if snippets(name).strip() and not name.startswith(DECIDED))
 
 
+LONGER = {  # in words; others have at most WORDS
+    "vendor-guide.md": 3000,
+    "architecture.md": 3100,
+    "benchmarks.md": 4100,
+    "checkpoint-format.md": 1700,
+}
+WORDS = 1200
 OF_TWO_RANKS = [START, *(name for name in pages() if name not in {START, *OF_ONE_RANK, *ELSEWHERE})]
 
 
@@ -83,3 +92,18 @@ def test_snippets_run_in_order(ranks: int, start: str, documents: list[str], tmp
 
 def test_no_page_is_forgotten() -> None:
     assert set(pages()) == {*OF_ONE_RANK, *OF_TWO_RANKS, *ELSEWHERE}
+
+
+def test_pages_are_short() -> None:
+    for page in (ROOT / "docs").rglob("*.md"):
+        name = page.relative_to(ROOT / "docs").as_posix()
+        words = len(_CODE.sub("", page.read_text()).split())
+        assert words <= LONGER.get(name, WORDS), f"{name} has {words} words"
+
+
+def test_every_variable_of_the_environment_is_explained() -> None:
+    page = (ROOT / "docs/environment.md").read_text()
+    sources = [path.read_text() for path in ROOT.glob("*/src/**/*.py")]
+    named = {name for text in sources for name in re.findall(r'"((?:ACCELZ|ZERO)_[A-Z_]+)"', text)}
+    assert len(named) >= 6
+    assert named == set(re.findall(r"`((?:ACCELZ|ZERO)_[A-Z_]+)`", page))

@@ -1,4 +1,4 @@
-"""Every section of docs/frameworks.md with Python snippets runs, on two ranks.
+"""Every section of docs/frameworks.md with Python snippets runs, on two ranks, and the recipe for LoRA.
 
 CPUs are asked for, as the page says of machines without an accelerator.
 """
@@ -15,10 +15,12 @@ from accelerate.state import PartialState
 from accelz.conformance.cluster import Clusters, Context
 from tests.frameworks.jobs import begin_job
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "frameworks.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+PAGE = DOCS / "frameworks.md"
+TEXTS = [*re.split(r"^## ", PAGE.read_text(), flags=re.MULTILINE)[1:], (DOCS / "recipes/lora.md").read_text()]
 SECTIONS = {
-    section.partition("\n")[0]: re.findall(r"^```python\n(.*?)^```$", section, re.DOTALL | re.MULTILINE)
-    for section in re.split(r"^## ", PAGE.read_text(), flags=re.MULTILINE)[1:]
+    text.partition("\n")[0]: re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    for text in TEXTS
 }
 
 
