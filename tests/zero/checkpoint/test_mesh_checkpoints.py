@@ -175,8 +175,14 @@ def blocks_body(context: Context, folder: str) -> dict[str, bool]:
 def test_blocks_of_distributed_parameters(cluster: Clusters, tmp_path: Path) -> None:
     for found in cluster(RANKS).run(blocks_body, folder=str(tmp_path), limit=60):
         assert all(found.values()), found
-    names = {entry.name for entry in Checkpoint(tmp_path / "blocks").manifest.parameters}
-    assert {"0.weight[tp=0]", "0.weight[tp=1]", "3.weight", "2.bias"} < names
+    manifest = Checkpoint(tmp_path / "blocks").manifest
+    (weight,) = (entry for entry in manifest.parameters if entry.name == "0.weight")
+    assert weight.shape == (4, WIDTH)
+    assert {(block.at, block.runs[0]) for block in weight.blocks} == {
+        ("[tp=0]", ((0, 2),)),
+        ("[tp=1]", ((2, 2),)),
+    }
+    assert {"model/0.weight[tp=0]", "model/0.weight[tp=1]", "model/3.weight"} < manifest.tensors.keys()
 
 
 def stages_body(context: Context, folder: str) -> dict[str, bool]:

@@ -21,8 +21,8 @@ from tests.zero.helpers import saved
 from tests.zero.helpers.dcp_layout import read_metadata, save, write_metadata
 from zero.consolidate import Options, consolidate, open_source
 from zero.files import strict_json
+from zero.files.boxes import Box, boxes, count_stretches, indices, is_partition, stretches
 from zero.sources import torch_weights, zip_directory
-from zero.sources.memory_order import Box, boxes, count_stretches, indices, is_partition, stretches
 
 E32 = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
 

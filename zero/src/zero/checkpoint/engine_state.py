@@ -33,6 +33,7 @@ from zero.optimizer.state_offload import StateOffload
 from zero.optimizer.stepped import SteppedPiece
 from zero.optimizer.wrapped_state import described, inner_tensors, is_wrapper
 from zero.sharding import layout
+from zero.sharding.distributed import region_of
 from zero.sharding.flat_group import FlatGroup
 from zero.sharding.forms import descriptions
 from zero.sharding.layout import ParameterSpec, Piece
@@ -153,7 +154,7 @@ def _describe_own(
                 "unit": group.unit,
                 "group": engine.param_group_of.get(parameter),
                 "aliases": [stored(alias) for alias in entries.parameters.get(parameter, (name,))[1:]],
-                "form": forms.get(parameter),
+                **_described_block(parameter, names.block(name), forms.get(parameter)),
             }
             for group in groups
             for name, parameter in zip(group.names, group.parameters, strict=True)
@@ -173,6 +174,16 @@ def _describe_own(
     }
 
 
+def _described_block(parameter: nn.Parameter, at: str, form: str | None) -> dict[str, Any]:
+    """What the manifest says of a parameter that is divided. at: see `StoredNames.block`; "" if this is no
+    block, or the other blocks are saved elsewhere."""
+    region = region_of(parameter)
+    if region is None:
+        return {"form": form}
+    blocks = [{"at": at, "runs": region.runs}] if at else []
+    return {"form": None if at else form, "shape": tuple(parameter.shape), "blocks": blocks}
+
+
 def check_state(engine: EngineParts) -> None:
     """Raise StateError for optimizer state of this rank that a checkpoint cannot hold.
 
@@ -182,8 +193,9 @@ def check_state(engine: EngineParts) -> None:
     for stepped in (stepped for stepped in optimizer.subs if stepped.rule is None):
         for piece in stepped.pieces:
             spec = stepped.group.layout.specs[piece.piece.index]
+            whole = stepped.group.parameters[piece.piece.index].numel()
             for name, value in optimizer.optimizer.state.get(piece.parameter, {}).items():
-                _check_storable(name, value, spec, piece)
+                _check_storable(name, value, spec, piece, whole)
 
 
 def _collect_group(
@@ -195,7 +207,7 @@ def _collect_group(
         spec, values = group.layout.specs[piece.index], flat[piece.shard_slice]
         if spec.name not in chosen:
             continue
-        key = model_key(names.stored(spec.name))
+        key = model_key(names.stored(spec.name) + names.block(spec.name))
         found.parts.append(Part(key, spec.shape, values, piece.start, stride_of(spec)))
         written[piece.index] = slice(piece.start, piece.start + piece.length)
     pieces: dict[int, list[SteppedPiece]] = {}
@@ -209,7 +221,8 @@ def _collect_group(
             window = written.get(index)
         if window is not None:
             spec = group.layout.specs[index]
-            _collect_state(engine, spec, of_parameter, window, found, names.stored(spec.name))
+            whole = group.parameters[index].numel()
+            _collect_state(engine, spec, of_parameter, window, found, names, whole)
 
 
 def _written_by(group: FlatGroup, rank: int, ranks: int) -> Sequence[Piece]:
@@ -230,25 +243,28 @@ def _collect_state(
     pieces: Sequence[SteppedPiece],
     window: slice,
     found: RankState,
-    stored: str,
+    names: StoredNames,
+    whole: int,
 ) -> None:
     """Collect a parameter's optimizer state for the elements in `window`.
 
-    stored: the name under which the parameter is stored. pieces: the parameter's, in order. State that is not
-    element-wise is the same for all of them, and is written with the parameter's first element.
+    pieces: the parameter's, in order. whole: how many elements it has, with the blocks of other ranks. State
+    that is not element-wise is the same for all of them, and is written with the parameter's first element.
     """
+    stored, block = names.stored(spec.name), names.block(spec.name)
+    is_first = window.start == 0 and names.has_first_block(spec.name)
     state, first = engine.sharded_optimizer.optimizer.state, pieces[0]
     for name, value in state.get(first.parameter, {}).items():
-        _check_storable(name, value, spec, first)
+        _check_storable(name, value, spec, first, whole)
         key = state_key(name, stored)
         if isinstance(value, (Tensor, Stored)) and is_elementwise(name, value, first.parameter):
             flat = joined([in_memory_order(state[p.parameter][name], p.parameter) for p in pieces])
             values = flat[window.start - first.piece.start : window.stop - first.piece.start]
-            found.parts.append(Part(key, spec.shape, values, window.start, stride_of(spec)))
+            found.parts.append(Part(key + block, spec.shape, values, window.start, stride_of(spec)))
         elif isinstance(value, Tensor) and not is_wrapper(value):
-            if window.start == 0:
+            if is_first:
                 found.parts.append(Part(key, tuple(value.shape), value.detach().contiguous().view(-1)))
-        elif window.start == 0:
+        elif is_first:
             what = _told(name, spec)
             plain = described(value, what) if is_wrapper(value) else value
             found.values.setdefault(stored, {})[name] = user_state.encode(plain, key, found.parts, what)
@@ -258,16 +274,19 @@ def _told(name: str, spec: ParameterSpec) -> str:
     return f"optimizer state {name!r} of {spec.name!r}"
 
 
-def _check_storable(name: str, value: Any, spec: ParameterSpec, piece: SteppedPiece) -> None:
-    """Raise StateError for a value of a piece's state that a checkpoint cannot hold."""
+def _check_storable(name: str, value: Any, spec: ParameterSpec, piece: SteppedPiece, whole: int) -> None:
+    """Raise StateError for a value of a piece's state that a checkpoint cannot hold.
+
+    whole: how many elements the parameter has on all ranks.
+    """
     try:
         if is_wrapper(value):
-            _check_wrapper(value, _told(name, spec), piece.piece.length < spec.numel)
+            _check_wrapper(value, _told(name, spec), piece.piece.length < whole)
         elif not isinstance(value, (Tensor, Stored)):
             user_state.encode(value, "", [], _told(name, spec))
         elif isinstance(value, Tensor) and user_state.is_plain(value):
             name_of(value.dtype, _told(name, spec))
-            _check_whole(name, value, spec, piece)
+            _check_whole(name, value, spec, piece, whole)
         elif isinstance(value, Tensor):
             raise UsageError(f"{_told(name, spec)} is no dense tensor of its own, but a {_kind(value)}")
     except UsageError as error:
@@ -290,11 +309,11 @@ def _kind(value: Tensor) -> str:
     return f"{type(value).__name__} ({value.dtype}, {value.layout})"
 
 
-def _check_whole(name: str, value: Tensor, spec: ParameterSpec, piece: SteppedPiece) -> None:
-    if value.dim() and piece.piece.length < spec.numel and not is_elementwise(name, value, piece.parameter):
+def _check_whole(name: str, value: Tensor, spec: ParameterSpec, piece: SteppedPiece, whole: int) -> None:
+    if value.dim() and piece.piece.length < whole and not is_elementwise(name, value, piece.parameter):
         raise StateError(
             f"{_told(name, spec)} has shape {tuple(value.shape)} for "
-            f"{piece.piece.length} of {spec.numel} elements: neither one value per element nor a single "
+            f"{piece.piece.length} of {whole} elements: neither one value per element nor a single "
             "number, so it would be meaningless on other ranks; remove Config(whole_parameters=False)"
         )
 
@@ -302,7 +321,8 @@ def _check_whole(name: str, value: Tensor, spec: ParameterSpec, piece: SteppedPi
 def _empty_parameters(group: FlatGroup, chosen: Container[str], names: StoredNames) -> Iterator[Part]:
     for spec in group.layout.specs:
         if not spec.numel and spec.name in chosen and names.is_first(spec.name):
-            yield Part(model_key(names.stored(spec.name)), spec.shape, group.shard[:0])
+            key = model_key(names.stored(spec.name) + names.block(spec.name))
+            yield Part(key, spec.shape, group.shard[:0])
 
 
 def _buffers(buffers: Mapping[str, Tensor], parts: list[Part]) -> list[str]:

@@ -15,11 +15,11 @@ from zero.checkpoint.group_match import match_groups
 from zero.checkpoint.group_options import merged, misfits, take
 from zero.errors import OptimizerError, StateError
 from zero.files.dtypes import TORCH
-from zero.files.manifest import Manifest, ParameterEntry, TensorEntry, model_key, state_key
+from zero.files.manifest import Manifest, ParameterEntry, Sized, model_key, state_key
 from zero.files.names import is_floating, raise_for
 from zero.files.value_forms import decode
 from zero.loading.tensor_reader import TensorReader
-from zero.loading.weights import stride_of
+from zero.loading.weights import stored_region, stride_of
 from zero.optimizer.joint import kind_of, kinds_of_groups, members
 from zero.optimizer.piece_state import in_memory_order, moved
 from zero.optimizer.stepped import SteppedPiece, SteppedSubGroup
@@ -70,9 +70,7 @@ class OptimizerLoad:
         for stepped, piece, spec, entry in self._pieces():
             if entry is None and spec.name in self._sources:
                 missing[spec.name] = None
-            elif entry is not None and not self._state_fits(
-                entry, piece, spec.numel, stepped.rule is not None
-            ):
+            elif entry is not None and not self._state_fits(entry, piece, spec, stepped.rule is not None):
                 other[f"{spec.name} ({', '.join(entry.state)})"] = None
         raise_for(
             {
@@ -119,18 +117,21 @@ class OptimizerLoad:
                     now[name], saved[name] = self._engine.param_group_of[parameter], entry.group
         return match_groups(now, saved, len(self._optimizer.param_groups))
 
-    def _state_fits(self, entry: ParameterEntry, piece: SteppedPiece, numel: int, kernel: bool) -> bool:
+    def _state_fits(
+        self, entry: ParameterEntry, piece: SteppedPiece, spec: ParameterSpec, kernel: bool
+    ) -> bool:
         assert entry.group is not None
         kinds = kinds_of_groups(self._optimizer)
         if self._saved_kinds[entry.group] != kinds[piece.param_group]:
             return False
-        tensors = {key: self._manifest.tensors[state_key(key, entry.name)] for key in entry.state}
+        tensors = {key: self._manifest.tensor(state_key(key, entry.name)) for key in entry.state}
+        model = self._manifest.tensor(model_key(entry.name))
+        has_all = spec.shape == model.shape and piece.piece.length == spec.numel
         if any(tensor.numel != 1 for key, tensor in tensors.items() if key == "step"):
             return False
         for wrapper in filter(is_description, entry.values.values()):
             check_class(wrapper)
-            whole_shape = list(self._manifest.tensors[model_key(entry.name)].shape)
-            if piece.piece.length < numel or wrapper[SHAPE] != whole_shape:
+            if not has_all or wrapper[SHAPE] != list(model.shape):
                 return False
             restored(
                 decode(wrapper, self._blank), HOST
@@ -140,7 +141,7 @@ class OptimizerLoad:
         wide = {key: tensor for key, tensor in tensors.items() if tensor.shape}
         if self._by_element[piece.param_group] and not all(is_floating(t.dtype) for t in wide.values()):
             return False
-        whole = piece.piece.length == numel and not self._by_element[piece.param_group]
+        whole = has_all and not self._by_element[piece.param_group]
         return whole or all(self._sharded(key, entry, tensor) for key, tensor in wide.items())
 
     def _blank(self, key: str) -> Tensor:
@@ -154,9 +155,7 @@ class OptimizerLoad:
         each = members(self._optimizer)
         return [goes_by_element(optimizer) for optimizer in each for _ in optimizer.param_groups]
 
-    def _kernel_takes(
-        self, piece: SteppedPiece, entry: ParameterEntry, tensors: Mapping[str, TensorEntry]
-    ) -> bool:
+    def _kernel_takes(self, piece: SteppedPiece, entry: ParameterEntry, tensors: Mapping[str, Sized]) -> bool:
         """Whether the checkpoint has the state of a kernel: numbers for each element, and the step."""
         mine = set(self._optimizer.state[piece.parameter])
         known = set(entry.state) in (set(), mine) and not any(v is not None for v in entry.values.values())
@@ -209,15 +208,19 @@ class OptimizerLoad:
         self, key: str, stepped: SteppedSubGroup, piece: SteppedPiece, entry: ParameterEntry
     ) -> None:
         name, parameter = state_key(key, entry.name), piece.parameter
-        tensor, state = self._manifest.tensors[name], self._optimizer.state[parameter]
+        tensor, state = self._manifest.tensor(name), self._optimizer.state[parameter]
         if self._sharded(key, entry, tensor):
             if key not in state:
                 dtype, device = TORCH[tensor.dtype], stepped.master.device
                 shape, strides = parameter.shape, parameter.stride()
                 state[key] = torch.empty_strided(shape, strides, dtype=dtype, device=device)
-            stride = stride_of(stepped.group.layout.specs[piece.piece.index])
+            group, index = stepped.group, piece.piece.index
+            stride, region = (
+                stride_of(group.layout.specs[index]),
+                stored_region(group, index, self._reader, name),
+            )
             with changing(in_memory_order(state[key], parameter)) as target:
-                self._reader.fill(name, target, piece.piece.start, stride)
+                self._reader.fill(name, target, piece.piece.start, stride, region)
         elif key in state:
             state[key].copy_(self._reader.whole(name))
         else:
@@ -225,9 +228,9 @@ class OptimizerLoad:
             host = key == "step" and not (options.get("capturable") or options.get("fused"))
             state[key] = self._reader.whole(name).to(HOST if host else stepped.master.device)
 
-    def _sharded(self, key: str, entry: ParameterEntry, tensor: TensorEntry) -> bool:
+    def _sharded(self, key: str, entry: ParameterEntry, tensor: Sized) -> bool:
         """Whether a state tensor has one value per element of its parameter."""
-        return key != "step" and tensor.shape == self._manifest.tensors[model_key(entry.name)].shape
+        return key != "step" and tensor.shape == self._manifest.tensor(model_key(entry.name)).shape
 
     def _with_state(self, name: str) -> ParameterEntry | None:
         """The parameter's entry in the checkpoint, if the optimizer had it in a group there."""

@@ -2,7 +2,8 @@
 
 Parameters that differ by rank are stored each, under the model's name with the coordinates along which they
 differ: `blocks.0.experts.up.weight[ep=1]`. Models that differ altogether keep their names, unless several of
-them have the same one.
+them have the same one. DTensors keep theirs as well: what they are divided into are blocks of one parameter,
+each in tensors whose keys have its coordinates.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from torch import nn
 
 from zero.communication.communicator import Communicator
 from zero.communication.mesh import Meshes
+from zero.sharding.distributed import divided_along
 from zero.sharding.sharded_unit import ShardedUnit
 from zero.sharding.state_entries import entries_of
 
@@ -33,14 +35,33 @@ class StoredNames:
             **{name: of_parameters[p] for name, p in entries.by_name.items() if p in of_parameters},
             **{name: group.mesh.apart for group in groups for name in group.names},
         }
+        divided = {p: frozenset(divided_along(p) if self._grid.told else ()) for p in of_parameters}
+        self._divided: Mapping[str, frozenset[str]] = {
+            **{name: divided[p] for name, p in entries.by_name.items() if p in divided},
+            **{n: divided[p] for g in groups for n, p in zip(g.names, g.parameters, strict=True)},
+        }
         self._several = self._in_several_stages() if self._grid.stages else set()
 
     def stored(self, name: str) -> str:
         """The name under which a parameter, buffer or extra state of the model is stored."""
-        apart = self._apart.get(name, frozenset()) - self._grid.stages
-        dims = apart | self._grid.stages if name in self._several else apart
+        apart = self._apart.get(name, frozenset()) - self._grid.stages - self._along(name)
+        return name + self._at(apart | self._grid.stages if name in self._several else apart)
+
+    def block(self, name: str) -> str:
+        """What follows the stored name in the keys of this rank's block of a parameter; "" if it has all."""
+        return self._at(self._along(name))
+
+    def has_first_block(self, name: str) -> bool:
+        """Whether this rank's block of a parameter is the first, which stands for what blocks share."""
+        return not any(self._coordinates[dim] for dim in self._along(name))
+
+    def _along(self, name: str) -> frozenset[str]:
+        """Dimensions along which ranks have other blocks of a parameter."""
+        return self._divided.get(name, frozenset())
+
+    def _at(self, dims: frozenset[str]) -> str:
         where = ",".join(f"{dim}={self._coordinates[dim]}" for dim in self._grid.names if dim in dims)
-        return f"{name}[{where}]" if where else name
+        return f"[{where}]" if where else ""
 
     def is_first(self, name: str) -> bool:
         """Whether this is the first of the ranks that have the same under this name, which describes it."""

@@ -169,7 +169,7 @@ class _Export:
         for parameter in self._trained:
             groups.setdefault(parameter.group, []).append(parameter)
         for parameters in groups.values():
-            shapes = ((p.name, self._manifest.tensors[model_key(p.name)].shape) for p in parameters)
+            shapes = ((p.name, self._manifest.tensor(model_key(p.name)).shape) for p in parameters)
             yield OrderedDict((name, torch.Size(shape)) for name, shape in shapes)
 
     def _optimizer_state(self) -> dict[str, Any]:

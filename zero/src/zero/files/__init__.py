@@ -4,6 +4,7 @@ The format of checkpoints is documented in docs/checkpoint-format.md. Modules, l
 
 boundary                whatever reading raises, as errors of zero
 storage, stream         all input and output
+boxes                   parts of tensors, read from memory of any order
 value_forms, manifest   the manifest, and what it may hold
 header, rank_layout, manifest_assembly
                         one rank's file; one manifest from all ranks' reports

@@ -9,12 +9,15 @@ import json
 import math
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self
 from zlib import crc32
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from zero.files.boxes import Block, Region, Run, is_partition
 from zero.files.value_forms import RandomStates, check_value
 
 VERSION = 1
@@ -28,6 +31,7 @@ LARGEST_LATEST = 1 << 20
 LARGEST_TABLE = 1 << 28  # bytes of checksums; they cover 4 TiB
 LONGEST_HEADER = 100_000_000  # of a safetensors file, in bytes; the limit of its library
 MOST_DIMENSIONS = 64  # of a tensor, as in torch
+MOST_BOXES = 4096  # that one block of a tensor consists of
 ITEM_BYTES = {
     "F64": 8, "I64": 8, "U64": 8, "C64": 8,
     "F32": 4, "I32": 4, "U32": 4,
@@ -122,6 +126,31 @@ class TensorEntry(_Record, Sized):
         return self
 
 
+@dataclass(frozen=True)
+class WholeTensor(Sized):
+    """A tensor that is stored in blocks, each a tensor in the checkpoint."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    blocks: tuple[Block, ...]
+    stride: None = None
+
+
+class BlockEntry(_Record):
+    """The block of a parameter that ranks at one place of a mesh have.
+
+    at: what follows the parameter's name in the keys of the block's tensors, such as "[tp=1]". runs: for each
+    dimension of the whole parameter, the indices that the block has, in its order.
+    """
+
+    at: Annotated[str, Field(min_length=1)]
+    runs: Annotated[tuple[tuple[Run, ...], ...], Field(max_length=MOST_DIMENSIONS)]
+
+    @property
+    def region(self) -> Region:
+        return Region(self.runs)
+
+
 class FileEntry(_Record):
     """A rank's file.
 
@@ -150,7 +179,10 @@ class ParameterEntry(_Record):
     it belongs to. group: its index in the optimizer's param_groups, if any. aliases: further names of the
     same parameter (tied weights). state: optimizer state tensors, `optimizer/<key>/<name>`. values:
     optimizer state that is not a tensor, as user values. form: where it is part of a packed parameter, what
-    says how that is packed.
+    says how that is packed; where only a block of it was saved, which one.
+
+    shape: of the whole parameter, where it was divided. blocks: the blocks it was divided into, if all were
+    saved: `model/<name><at>` and, of state with one value for each element, `optimizer/<key>/<name><at>`.
     """
 
     name: str
@@ -162,6 +194,8 @@ class ParameterEntry(_Record):
     state: tuple[str, ...] = ()
     values: dict[str, Any] = {}
     form: str | None = None
+    shape: Sizes | None = None
+    blocks: tuple[BlockEntry, ...] = ()
 
     @model_validator(mode="after")
     def _is_known(self) -> Self:
@@ -169,7 +203,30 @@ class ParameterEntry(_Record):
             raise ValueError(f"parameter {self.name!r} has the unknown dtype {self.dtype!r}")
         if len({*self.state, *self.values}) < len(self.state) + len(self.values):
             raise ValueError(f"parameter {self.name!r} has some optimizer state twice")
+        for block in self.blocks:
+            self._check_block(block)
+        if self.blocks and not is_partition((block.region for block in self.blocks), self.shape or ()):
+            places = ", ".join(block.at for block in self.blocks[:8])
+            raise ValueError(
+                f"the blocks of parameter {self.name!r} ({places}) overlap, or are not all of it: one is "
+                "missing, or has been changed"
+            )
         return self
+
+    def _check_block(self, block: BlockEntry) -> None:
+        what = f"block {block.at} of parameter {self.name!r}"
+        if self.shape is None or len(block.runs) != len(self.shape):
+            raise ValueError(f"{what} has {len(block.runs)} dimensions, and its shape is {self.shape}")
+        if math.prod(max(1, len(runs)) for runs in block.runs) > MOST_BOXES:
+            raise ValueError(f"{what} has more than {MOST_BOXES} boxes")
+        for size, runs in zip(self.shape, block.runs, strict=True):
+            if any(first < 0 or length < 1 or first + length > size for first, length in runs):
+                raise ValueError(f"{what} has indices beyond the shape {self.shape}")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What follows `model/` in the keys of the tensors that hold its values."""
+        return tuple(self.name + block.at for block in self.blocks) or (self.name,)
 
 
 class OptimizerEntry(_Record):
@@ -259,17 +316,58 @@ class Manifest(_Record):
         self._check_names()
         for value in self._values():
             check_value(value, self.tensors)
-        keys = [state_key(key, p.name) for p in self.parameters for key in p.state]
-        for key in [*(model_key(p.name) for p in self.parameters), *map(model_key, self.buffers), *keys]:
-            if key not in self.tensors:
-                raise ValueError(f"tensor {key!r} is missing")
+        for parameter in self.parameters:
+            for key in (model_key(""), *(state_key(key, "") for key in parameter.state)):
+                self._check_tensor(key, parameter)
+        for name in self.buffers:
+            if model_key(name) not in self.tensors:
+                raise ValueError(f"tensor {model_key(name)!r} is missing")
         return self
+
+    def _check_tensor(self, prefix: str, parameter: ParameterEntry) -> None:
+        """Raise ValueError unless a parameter's values, or some state, are there: whole, or in all blocks."""
+        if prefix + parameter.name in self.tensors and (prefix != model_key("") or not parameter.blocks):
+            return
+        dtypes = set()
+        for block in parameter.blocks:
+            key, shape = prefix + parameter.name + block.at, block.region.shape
+            if key not in self.tensors and (prefix == model_key("") or 0 not in shape):
+                raise ValueError(f"tensor {key!r} is missing")
+            if key in self.tensors:
+                dtypes.add(self.tensors[key].dtype)
+                if self.tensors[key].shape != shape:
+                    raise ValueError(f"tensor {key!r} has shape {self.tensors[key].shape} instead of {shape}")
+        if len(dtypes) != 1:
+            raise ValueError(
+                f"the blocks of tensor {prefix + parameter.name!r} have several dtypes"
+                if dtypes
+                else f"tensor {prefix + parameter.name!r} is missing"
+            )
+
+    @cached_property
+    def wholes(self) -> dict[str, WholeTensor]:
+        """The tensors that are stored in blocks, by the key that they would have as one."""
+        found = {}
+        for parameter in (p for p in self.parameters if p.blocks):
+            for prefix in (model_key(""), *(state_key(key, "") for key in parameter.state)):
+                places = [(prefix + parameter.name + block.at, block.region) for block in parameter.blocks]
+                blocks = [Block(k, r, self.tensors[k].stride) for k, r in places if k in self.tensors]
+                if blocks and (prefix == model_key("") or prefix + parameter.name not in self.tensors):
+                    dtype = self.tensors[blocks[0].key].dtype
+                    whole = WholeTensor(dtype, parameter.shape or (), tuple(blocks))
+                    found[prefix + parameter.name] = whole
+        return found
+
+    def tensor(self, key: str) -> TensorEntry | WholeTensor:
+        """What is known of a tensor, which may be stored in blocks. Raises KeyError."""
+        return self.wholes[key] if key in self.wholes else self.tensors[key]
 
     def _check_names(self) -> None:
         """Raise ValueError unless parameters, param_groups and ranks can be told apart and are there."""
         taken: set[str] = {*self.buffers, *self.left_out}
         for parameter in self.parameters:
-            for name in (parameter.name, *parameter.aliases):
+            blocks = (name for name in parameter.names if name != parameter.name)
+            for name in (parameter.name, *parameter.aliases, *blocks):
                 if name in taken:
                     raise ValueError(f"there are several tensors of the name {name!r}")
                 taken.add(name)
@@ -340,6 +438,13 @@ def unseal(kind: Literal["zero-checkpoint", "zero-latest"], data: bytes) -> byte
     if other and int(other[1]) != VERSION:
         raise ValueError(f"it has format version {int(other[1])}, but this version of zero reads {VERSION}")
     raise ValueError("its checksum does not match: it was damaged or edited by hand")
+
+
+def blocks_of(key: str, tensor: Sized) -> tuple[Block, ...]:
+    """The stored tensors that make up a tensor."""
+    if isinstance(tensor, WholeTensor):
+        return tensor.blocks
+    return (Block(key, Region.whole(tensor.shape), tensor.stride),)
 
 
 def is_row_major(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:

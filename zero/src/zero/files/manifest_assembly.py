@@ -17,7 +17,9 @@ def assemble(described: Mapping[str, Any], reports: list[dict[str, Any]]) -> byt
     own = [report.get("described", {}) for report in reports]
     described = {
         **described,
-        **{kind: _listed(kind, described, own) for kind in ("parameters", "left_out", "buffers")},
+        "parameters": _joined(_listed("parameters", described, own)),
+        "left_out": list(dict.fromkeys(_listed("left_out", described, own))),
+        "buffers": _listed("buffers", described, own),
         "extra_state": dict(
             pair for each in (described, *own) for pair in each.get("extra_state", {}).items()
         ),
@@ -60,6 +62,21 @@ def _listed(kind: str, described: Mapping[str, Any], own: list[dict[str, Any]]) 
     return [entry for each in (described, *own) for entry in each.get(kind, ())]
 
 
+def _joined(parameters: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One description of each parameter, with its blocks, of which several ranks describe one each."""
+    found: dict[str, dict[str, Any]] = {}
+    twice = []
+    for each in parameters:
+        first = found.setdefault(each["name"], each)
+        if first is each:
+            continue
+        if not each.get("blocks") or {**first, "blocks": []} != {**each, "blocks": []}:
+            twice.append(each)  # which makes no valid checkpoint
+        else:
+            found[each["name"]] = {**first, "blocks": [*first["blocks"], *each["blocks"]]}
+    return [*found.values(), *twice]
+
+
 def _with_state(
     parameters: list[dict[str, Any]], tensors: Mapping[str, Any], values: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
@@ -69,7 +86,10 @@ def _with_state(
         if kind == "optimizer":
             state, _, name = rest.partition("/")
             keys.setdefault(name, []).append(unescape(state))
-    return [
-        {**p, "state": sorted(keys.get(p["name"], [])), "values": values.get(p["name"], {})}
-        for p in parameters
-    ]
+
+    def state_of(parameter: Mapping[str, Any]) -> list[str]:
+        name = parameter["name"]
+        names = [name, *(name + block["at"] for block in parameter.get("blocks", ()))]
+        return sorted({key for each in names for key in keys.get(each, ())})
+
+    return [{**p, "state": state_of(p), "values": values.get(p["name"], {})} for p in parameters]

@@ -34,8 +34,11 @@ class Target:
 def stored_in(manifest: Manifest) -> list[Saved]:
     """The parameters and buffers of a checkpoint."""
     named = [(p.name, p.aliases) for p in manifest.parameters] + [(b, ()) for b in manifest.buffers]
-    entries = [(name, manifest.tensors[model_key(name)], aliases) for name, aliases in named]
-    return [Saved(name, entry.shape, entry.dtype, aliases) for name, entry, aliases in entries]
+    entries = [(name, manifest.tensor(model_key(name)), aliases) for name, aliases in named]
+    wholes = {p.name: p.shape for p in manifest.parameters if p.shape is not None}
+    return [
+        Saved(name, wholes.get(name, entry.shape), entry.dtype, aliases) for name, entry, aliases in entries
+    ]
 
 
 def match(

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, closing
 from pathlib import Path
 from zlib import crc32
 
-from zero.errors import CheckpointError, CorruptCheckpointError, StateError
+from zero.errors import CheckpointError, CorruptCheckpointError, StateError, some
 from zero.files import manifest as form
 from zero.files.boundary import typed
 from zero.files.manifest import (
@@ -29,6 +29,7 @@ from zero.files.manifest import (
     Manifest,
     Slice,
     TensorEntry,
+    WholeTensor,
     hidden,
 )
 from zero.files.storage import DISK, File, Storage, read_whole
@@ -118,19 +119,21 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
             file.close()
         self._files.clear()
 
-    def tensor(self, key: str) -> TensorEntry:
+    def tensor(self, key: str) -> TensorEntry | WholeTensor:
         """Shape, dtype and place of a tensor. Raises StateError for an unknown key."""
         try:
-            return self.manifest.tensors[key]
+            return self.manifest.tensor(key)
         except KeyError:
             raise StateError(f"{self.path} has no tensor {key!r}") from None
 
     def read(self, key: str, start: int, into: memoryview) -> None:
         """Fill `into` (bytes, whole elements) with a tensor's elements from `start` on, in memory order.
 
-        Only the blocks that hold these elements are read, and each of them is checked.
+        Only the blocks that hold these elements are read, and each of them is checked. A tensor that is
+        stored in blocks is read with `boxes.read_region`.
         """
-        tensor, item = self.tensor(key), self.tensor(key).item_bytes
+        tensor = self._stored(key)
+        item = tensor.item_bytes
         stop = start + into.nbytes // item
         if start < 0 or stop > tensor.numel or into.nbytes % item:
             raise StateError(
@@ -151,7 +154,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         pages: page-aligned memory, at least two pages larger than the bytes need. Returns the part of it that
         holds the bytes.
         """
-        tensor, block = self.tensor(key), self.manifest.block_bytes
+        tensor, block = self._stored(key), self.manifest.block_bytes
         piece = tensor.slices[self._slice_at(key, start)]
         begin, size = (start - piece.start) * tensor.item_bytes, piece.length * tensor.item_bytes
         end = begin + nbytes
@@ -169,6 +172,12 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         for entry in self.manifest.files:
             with closing(self._open(entry)):
                 pass
+
+    def _stored(self, key: str) -> TensorEntry:
+        tensor = self.tensor(key)
+        if isinstance(tensor, WholeTensor):
+            raise StateError(f"{key!r} is stored in blocks: {some([block.key for block in tensor.blocks])}")
+        return tensor
 
     def _read_slice(self, key: str, piece: Slice, item: int, low: int, into: memoryview) -> None:
         """Fill `into` from byte `low` of a slice on: whole blocks in place, partial blocks through a copy."""

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from accelz import HOST
+from zero.files.boxes import Region, read_region
 from zero.files.dtypes import TORCH
-from zero.files.manifest import Sized
+from zero.files.manifest import Sized, blocks_of
 from zero.files.stream import CHUNK
 from zero.files.value_forms import decode
 from zero.tiers.host_memory import bytes_of
@@ -32,30 +33,55 @@ class TensorReader:
         self._tensors = tensors
         self._buffer: Tensor | None = None
 
-    def fill(self, key: str, target: Tensor, start: int, stride: tuple[int, ...] | None) -> None:
+    def fill(
+        self,
+        key: str,
+        target: Tensor,
+        start: int,
+        stride: tuple[int, ...] | None,
+        region: Region | None = None,
+    ) -> None:
         """Fill `target` with a stored tensor's elements from `start` on, cast to the target's dtype.
 
-        target: one-dimensional, in the memory order given by `stride` (None: row-major).
+        target: one-dimensional, in the memory order given by `stride` (None: row-major). region: what of the
+        tensor is wanted, whose elements are counted (None: all of it).
         """
         entry = self._tensors.tensor(key)
-        if entry.stride != stride:
-            target.copy_(_reordered(self.whole(key), stride)[start : start + target.numel()])
-            return
         dtype, step = TORCH[entry.dtype], CHUNK // entry.item_bytes
         if self._buffer is None:
             self._buffer = torch.empty(CHUNK, dtype=torch.uint8, device=HOST)
         for first in range(0, target.numel(), step):
             part = target[first : first + step]
             staged = self._buffer[: part.numel() * entry.item_bytes]
-            self._tensors.read(key, start + first, bytes_of(staged))
+            self._read(key, entry, start + first, stride, region, bytes_of(staged))
             part.copy_(staged.view(dtype))
+
+    def _read(
+        self,
+        key: str,
+        entry: Sized,
+        start: int,
+        stride: tuple[int, ...] | None,
+        region: Region | None,
+        into: memoryview,
+    ) -> None:
+        blocks = blocks_of(key, entry)
+        if region is None and blocks[0].key == key and entry.stride == stride:
+            self._tensors.read(key, start, into)
+        else:
+            whole = region or Region.whole(entry.shape)
+            read_region(self._tensors.read, blocks, whole, stride, entry.item_bytes, start, into)
 
     def whole(self, key: str) -> Tensor:
         """A whole tensor, on the host, in its shape."""
         entry = self._tensors.tensor(key)
         flat = torch.empty(entry.numel, dtype=TORCH[entry.dtype], device=HOST)
-        self._tensors.read(key, 0, bytes_of(flat))
+        self._read(key, entry, 0, entry.stride, None, bytes_of(flat))
         return flat.view(entry.shape) if entry.stride is None else flat.as_strided(entry.shape, entry.stride)
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        """The shape of a stored tensor."""
+        return self._tensors.tensor(key).shape
 
     def same(self, first: str, second: str) -> bool:
         """Whether two tensors have the same shape, dtype and bits."""
@@ -66,8 +92,8 @@ class TensorReader:
         for start in range(0, one.numel, step):
             size = min(step, one.numel - start) * one.item_bytes
             parts = [bytearray(size), bytearray(size)]
-            for key, part in zip((first, second), parts, strict=True):
-                self._tensors.read(key, start, memoryview(part))
+            for key, entry, part in zip((first, second), (one, other), parts, strict=True):
+                self._read(key, entry, start, entry.stride, None, memoryview(part))
             if parts[0] != parts[1]:
                 return False
         return True
@@ -75,11 +101,3 @@ class TensorReader:
     def decode(self, value: Any) -> Any:
         """Decode user state, reading its tensors."""
         return decode(value, self.whole)
-
-
-def _reordered(values: Tensor, stride: tuple[int, ...] | None) -> Tensor:
-    """A tensor's elements, one-dimensional, in the memory order given by `stride`."""
-    if stride is None:
-        return values.contiguous().view(-1)
-    other = torch.empty_strided(values.shape, stride, dtype=values.dtype, device=HOST).copy_(values)
-    return other.as_strided((values.numel(),), (1,))

@@ -7,10 +7,11 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import nn
 
+from zero.files.boxes import Region
 from zero.files.manifest import is_row_major
 from zero.files.names import Target
 from zero.loading.tensor_reader import TensorReader
-from zero.sharding.distributed import local_of
+from zero.sharding.distributed import region_of
 from zero.sharding.flat_group import FlatGroup
 from zero.sharding.layout import ParameterSpec
 from zero.sharding.sharded_unit import ShardedUnit
@@ -27,7 +28,7 @@ def targets(module: nn.Module) -> list[Target]:
     """All parameters and persistent buffers. Parameters need not have values (sharded or deferred ones)."""
     entries = entries_of(module)
     parameters = [
-        Target(first, tuple(local_of(p).shape), p.is_floating_point(), tuple(aliases))
+        Target(first, tuple(p.shape), p.is_floating_point(), tuple(aliases))
         for p, (first, *aliases) in entries.parameters.items()
     ]
     return parameters + [
@@ -50,12 +51,19 @@ def fill_buffers(module: nn.Module, reader: TensorReader, keys: Mapping[str, str
             buffer.copy_(reader.whole(keys[name]))
 
 
+def stored_region(group: FlatGroup, index: int, reader: TensorReader, key: str) -> Region | None:
+    """What of a stored tensor is this rank's block of a parameter; None for all of it."""
+    parameter = group.parameters[index]
+    return region_of(parameter) if reader.shape(key) == tuple(parameter.shape) else None
+
+
 def _fill_group(group: FlatGroup, reader: TensorReader, keys: Mapping[str, str]) -> None:
     for piece in group.pieces:
         spec = group.layout.specs[piece.index]
         if spec.name not in keys:
             continue
+        region = stored_region(group, piece.index, reader, keys[spec.name])
         with changing(group.widest[piece.shard_slice]) as target:
-            reader.fill(keys[spec.name], target, piece.start, stride_of(spec))
+            reader.fill(keys[spec.name], target, piece.start, stride_of(spec), region)
             if group.widest is not group.shard:
                 put(group.shard, piece.shard_slice, target)

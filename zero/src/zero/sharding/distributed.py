@@ -7,11 +7,15 @@ buffer. The parameter around it keeps its identity, its global shape and its pla
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from itertools import pairwise
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+
+from accelz import HOST
+from zero.files.boxes import Region, Run
 
 
 def is_distributed(tensor: Any) -> bool:
@@ -84,11 +88,31 @@ def block_of(parameter: nn.Parameter, whole: Tensor) -> Tensor:
     given: Any = parameter
     if is_distributed(whole):
         return cast(Tensor, cast(Any, whole)._local_tensor)
-    for dim, placement in enumerate(given.placements):
-        if not placement.is_replicate():
-            mesh = given.device_mesh
-            parts = placement._split_tensor(whole, mesh.size(dim), with_padding=False, contiguous=False)[0]
-            whole = parts[mesh.get_local_rank(dim)]
+    return _split(given, whole, range(given.dim()))
+
+
+def region_of(parameter: nn.Parameter) -> Region | None:
+    """This rank's block, as the indices of the whole parameter that it has; None if it has all."""
+    if not divided_along(parameter):
+        return None
+    return Region(tuple(_runs(parameter, dim, size) for dim, size in enumerate(parameter.shape)))
+
+
+def _runs(parameter: Any, dim: int, size: int) -> tuple[Run, ...]:
+    """The indices that this rank has in one dimension."""
+    shape = [-1 if each == dim else 1 for each in range(parameter.dim())]
+    found = _split(parameter, torch.arange(size, device=HOST).view(shape), (dim,)).flatten()
+    ends = [0, *(torch.nonzero(found.diff() != 1).flatten() + 1).tolist(), len(found)]
+    return tuple(Run(int(found[first]), end - first) for first, end in pairwise(ends) if end > first)
+
+
+def _split(parameter: Any, whole: Tensor, dims: Collection[int]) -> Tensor:
+    """This rank's block of a whole tensor that is divided only in some dimensions."""
+    for at, placement in enumerate(parameter.placements):
+        if not placement.is_replicate() and placement.dim in dims:
+            mesh = parameter.device_mesh
+            parts = placement._split_tensor(whole, mesh.size(at), with_padding=False, contiguous=False)[0]
+            whole = parts[mesh.get_local_rank(at)]
     return whole
 
 

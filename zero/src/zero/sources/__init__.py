@@ -2,7 +2,7 @@
 
 Modules, lowest first:
 
-source, memory_order    the interface; tensors that are not row-major
+source                  the interface
 crc                     checksums of stretches, combined
 bounded_unpickler, inert_pickle
                         pickles, read in bounded work and without running anything

@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 
 from zero.errors import CheckpointError, CorruptCheckpointError
 from zero.files.boundary import typed
+from zero.files.boxes import Box, is_partition
 from zero.files.manifest import ITEM_BYTES
 from zero.files.storage import DISK, read_whole
 from zero.sources import inert_pickle
 from zero.sources.bounded_unpickler import Function, Inert
 from zero.sources.inert_pickle import DTYPES, TENSORS, StoredTensor, shape_of, sizes_of
-from zero.sources.memory_order import Box, is_partition
 from zero.sources.record_source import Key, RecordSource, StoredBox
 from zero.sources.source import TensorInfo
 from zero.sources.torch_file import TorchFile

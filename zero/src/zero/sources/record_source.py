@@ -15,11 +15,11 @@ import numpy as np
 
 from zero.errors import CorruptCheckpointError, some
 from zero.files.boundary import typed
+from zero.files.boxes import Box, boxes, count_stretches, read_box, stretches
 from zero.files.manifest import ITEM_BYTES, is_row_major
 from zero.files.storage import DISK, File
 from zero.sources import crc
 from zero.sources.inert_pickle import StoredTensor
-from zero.sources.memory_order import Box, boxes, count_stretches, read_box, stretches
 from zero.sources.source import Chunk, Fragment, Source
 from zero.sources.torch_file import TorchFile
 from zero.sources.zip_directory import FileRecord
@@ -246,12 +246,9 @@ class RecordSource(Source):
         values = pages[: box.numel * item]
         wanted = np.frombuffer(values, f"u{item}").reshape(box.sizes)
         for part, common in mosaic.within(box):
-            found = memoryview(bytearray(common.numel * item))
             read = partial(self._read_part, part, item)
-            read_box(common.seen_from(part.box), part.stride, item, read, found)
-            place = common.seen_from(box)
-            room = tuple(map(slice, place.lower, place.upper))
-            wanted[room] = np.frombuffer(found, f"u{item}").reshape(common.sizes)
+            room = wanted[common.seen_from(box).slices]
+            read_box(common.seen_from(part.box), part.stride, item, read, room)
         return values
 
     def _read_part(self, part: StoredBox, item: int, start: int, into: memoryview) -> None:

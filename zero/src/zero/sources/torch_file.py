@@ -17,10 +17,10 @@ import numpy as np
 
 from zero.errors import CheckpointError, CorruptCheckpointError
 from zero.files.boundary import typed
+from zero.files.boxes import span
 from zero.files.storage import DISK, File
 from zero.sources import inert_pickle, zip_directory
 from zero.sources.inert_pickle import MOST_STEPS, TENSORS, StoredTensor
-from zero.sources.memory_order import span
 from zero.sources.zip_directory import FileRecord
 
 _LARGEST_PICKLE = 1 << 25  # bytes; the objects in it may take a hundred times as much

@@ -7,16 +7,18 @@ from functools import partial
 from pathlib import Path
 
 from zero.files.boundary import typed
+from zero.files.boxes import Region, read_region
 from zero.files.manifest import (
     Manifest,
     ParameterEntry,
+    Sized,
     Slice,
     TensorEntry,
+    blocks_of,
     model_key,
     state_key,
 )
 from zero.files.reader import Checkpoint, find
-from zero.sources.memory_order import Box, boxes, read_box, stretches
 from zero.sources.source import Chunk, Fragment, Source, TensorInfo, TensorKind
 
 
@@ -75,12 +77,15 @@ class ZeroSource(Source):
 
     def _of(self, index: int, key: str, limit: int) -> Iterator[Chunk]:
         entry = self.checkpoint.tensor(key)
-        if entry.stride is None:
+        if isinstance(entry, TensorEntry) and entry.stride is None:
             for piece in entry.slices:
                 yield from self._slice(index, key, entry, piece, limit)
-        elif entry.numel:
-            for box in boxes(entry.shape, max(1, limit // 2 // entry.item_bytes)):  # two copies exist at once
-                yield self._box(index, key, entry, box)
+            return
+        step = max(1, limit // 2 // entry.item_bytes)  # two copies exist at once
+        for start in range(0, entry.numel, step):
+            nbytes = min(step, entry.numel - start) * entry.item_bytes
+            read = partial(self._read_whole, key, entry, start, nbytes)
+            yield Chunk(nbytes, read, (Fragment(index, start, nbytes // entry.item_bytes, 0),))
 
     def _slice(
         self, index: int | None, key: str, entry: TensorEntry, piece: Slice, limit: int
@@ -97,16 +102,11 @@ class ZeroSource(Source):
     def _read(self, key: str, start: int, nbytes: int, pages: memoryview) -> memoryview:
         return self.checkpoint.read_around(key, start, nbytes, pages)
 
-    def _box(self, index: int, key: str, entry: TensorEntry, box: Box) -> Chunk:
-        ((start, count),) = stretches(box, entry.shape)
-        nbytes = count * entry.item_bytes
-        fill = partial(self._read_box, key, entry, box, nbytes)
-        return Chunk(nbytes, fill, (Fragment(index, start, count, 0),))
-
-    def _read_box(self, key: str, entry: TensorEntry, box: Box, nbytes: int, pages: memoryview) -> memoryview:
-        assert entry.stride is not None
-        values = pages[:nbytes]
-        read_box(box, entry.stride, entry.item_bytes, partial(self.checkpoint.read, key), values)
+    def _read_whole(self, key: str, entry: Sized, start: int, nbytes: int, pages: memoryview) -> memoryview:
+        """Elements in row-major order of a tensor that is stored in another, or in blocks."""
+        values, region = pages[:nbytes], Region.whole(entry.shape)
+        blocks = blocks_of(key, entry)
+        read_region(self.checkpoint.read, blocks, region, None, entry.item_bytes, start, values)
         return values
 
 
@@ -114,13 +114,13 @@ def _infos(manifest: Manifest, optimizer: bool) -> Iterator[tuple[str, TensorInf
     """The tensors, with their keys in the manifest."""
     for parameter in manifest.parameters:
         key = model_key(parameter.name)
-        entry = manifest.tensors[key]
+        entry = manifest.tensor(key)
         kind: TensorKind = "parameter" if parameter.trainable else "frozen"
         dtypes = entry.dtype, parameter.dtype
         yield key, TensorInfo(parameter.name, entry.shape, *dtypes, kind, parameter.aliases)
         for state in elementwise_state(manifest, parameter) if optimizer else ():
             key = state_key(state, parameter.name)
-            dtype = manifest.tensors[key].dtype
+            dtype = manifest.tensor(key).dtype
             yield key, TensorInfo(key, entry.shape, dtype, dtype, "state")
     for name in manifest.buffers:
         entry = manifest.tensors[model_key(name)]
@@ -129,9 +129,9 @@ def _infos(manifest: Manifest, optimizer: bool) -> Iterator[tuple[str, TensorInf
 
 def elementwise_state(manifest: Manifest, parameter: ParameterEntry) -> list[str]:
     """The keys of a parameter's optimizer state that has one value for each element."""
-    shape = manifest.tensors[model_key(parameter.name)].shape
+    shape = manifest.tensor(model_key(parameter.name)).shape
     return [
         key
         for key in parameter.state
-        if key != "step" and manifest.tensors[state_key(key, parameter.name)].shape == shape
+        if key != "step" and manifest.tensor(state_key(key, parameter.name)).shape == shape
     ]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from tests.zero.helpers import saved, synthetic
 from zero.consolidate import Options, consolidate, open_source
-from zero.sources.memory_order import boxes, read_box, stretches
+from zero.files.boxes import boxes, read_box, stretches
 
 SHAPE = (3, 4, 5, 2)
 
@@ -29,9 +30,9 @@ def test_boxes_are_the_whole_tensor_in_order(order: tuple[int, ...], limit: int)
     for box in boxes(SHAPE, limit):
         assert box.numel <= limit
         assert list(stretches(box, SHAPE)) == [(len(whole) // 4, box.numel)]
-        part = bytearray(4 * box.numel)
-        read_box(box, tuple(tensor.stride()), 4, read, memoryview(part))
-        whole += part
+        part = np.empty(box.sizes, np.int32)
+        read_box(box, tuple(tensor.stride()), 4, read, part)
+        whole += part.tobytes()
     assert torch.equal(torch.frombuffer(whole, dtype=torch.int32).view(SHAPE), tensor)
 
 

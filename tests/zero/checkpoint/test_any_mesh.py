@@ -1,0 +1,80 @@
+"""One checkpoint for jobs of any arrangement: saved by each, loaded by each, to the bit."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from typer.testing import CliRunner
+
+from accelz.conformance.cluster import Clusters, Context
+from tests.zero.helpers import saved as files
+from tests.zero.helpers.loops import train_on
+from tests.zero.helpers.mesh_layouts import LAYOUTS, RANKS, Job
+from zero.cli import app
+from zero.consolidate import Options, consolidate, convert, open_source
+from zero.consolidate.universal import export_universal
+from zero.sources.zero_checkpoint import ZeroSource
+
+pytestmark = pytest.mark.host  # meshes of gloo's
+
+
+def table_body(context: Context, folder: str) -> dict[tuple[str, str], list[str]]:
+    """What differs after a load, for each pair of layouts: saved, loaded."""
+    wholes: dict[str, dict[str, Tensor]] = {}
+    for seed, (name, layout) in enumerate(LAYOUTS.items()):
+        job = Job(layout, seed)
+        train_on(job.engine, job.model())
+        job.engine.save_checkpoint(Path(folder) / name)
+        wholes[name] = job.wholes()
+        if context.rank == 0:
+            torch.save(wholes[name], Path(folder) / f"{name}.pt")
+    found = {}
+    for name, layout in LAYOUTS.items():
+        job = Job(layout, 100)
+        for saved, expected in wholes.items():
+            job.engine.load_checkpoint(Path(folder) / saved)
+            found[saved, name] = job.has(expected)
+    return found
+
+
+@pytest.fixture(scope="module")
+def table(cluster: Clusters, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
+    folder = tmp_path_factory.mktemp("layouts")
+    return folder, cluster(RANKS).run(table_body, folder=str(folder), limit=120)
+
+
+@pytest.mark.parametrize("loaded", LAYOUTS)
+@pytest.mark.parametrize("saved", LAYOUTS)
+def test_any_job_loads_what_any_other_has_saved(
+    table: tuple[Path, list[Any]], saved: str, loaded: str
+) -> None:
+    assert [found[saved, loaded] for found in table[1]] == [[]] * RANKS
+
+
+@pytest.mark.parametrize("saved", LAYOUTS)
+def test_tools_see_whole_tensors(table: tuple[Path, list[Any]], saved: str, tmp_path: Path) -> None:
+    path = table[0] / saved
+    every: dict[str, Tensor] = torch.load(f"{path}.pt")
+    weights = {name: value for name, value in every.items() if ": " not in name}
+    small = Options(dtype="stored", workers=1, memory=2 * 147_456, verify=True)
+    with open_source(path) as source:
+        consolidate(source, tmp_path / "weights", small)
+        convert(source, tmp_path / "converted")
+    found = files.read(tmp_path / "weights")
+    assert found.keys() == weights.keys()
+    assert all(torch.equal(found[name].float(), value) for name, value in weights.items())
+    with open_source(tmp_path / "converted") as source:
+        consolidate(source, tmp_path / "again", small)
+    assert files.same(files.read(tmp_path / "again"), found)
+    with ZeroSource(path, optimizer=True) as source:
+        export_universal(source, tmp_path / "universal")
+    (moment,) = (tmp_path / "universal").rglob("layers.1.down/exp_avg.pt")
+    assert torch.equal(torch.load(moment)["param"], every["layers.1.down: exp_avg"])
+    told = CliRunner().invoke(app, ["inspect", str(path)], env={"COLUMNS": "200"})
+    assert re.search(r"layers\.1\.experts +\[3, 4, 5\]", told.output), told.output
+    assert CliRunner().invoke(app, ["verify", str(path)]).exit_code == 0
