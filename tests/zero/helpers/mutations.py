@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import save_file
 
 import zero
-from tests.zero.helpers import dcp_layout, deepspeed_layout
+from tests.zero.helpers import dcp_layout, deepspeed_layout, synthetic
 
 Tree = dict[str, bytes]
 Change = Callable[[bytes, random.Random], bytes]
@@ -43,6 +43,8 @@ def make_seeds(folder: Path) -> dict[str, Tree]:
         "e": torch.zeros(0, 3),
     }
     _zero(folder / "zero")
+    blocks = {name: state[name] for name in ("w", "b", "t", "e")}
+    synthetic.save(folder / "zero blocks", blocks, divided={"w": 1, "t": 0})
     dense = {name: value.contiguous() for name, value in state.items()}
     (folder / "safetensors").mkdir()
     save_file(dense, folder / "safetensors" / "model.safetensors", {"format": "pt", "alias": "w"})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 from torch import Tensor
@@ -23,16 +22,34 @@ from zero.files.publication import Publication
 from zero.files.storage import DISK
 
 
-def save(path: Path, tensors: Mapping[str, Tensor], ranks: int = 2, left_out: Sequence[str] = ()) -> None:
-    """A checkpoint of parameters, stored as they are. left_out: names of what the model has besides."""
+def save(
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    ranks: int = 2,
+    left_out: Sequence[str] = (),
+    divided: Mapping[str, int] | None = None,
+) -> None:
+    """A checkpoint of parameters, stored as they are. left_out: names of what the model has besides. divided:
+    the dimension along which ranks have blocks of a parameter, where they do."""
+    along = divided or {}
+    whole = {name: value for name, value in tensors.items() if name not in along}
     store = bounded(HashStore(), 60.0)
     failures: list[BaseException] = []
 
     def rank(number: int) -> None:
-        parts = [part for name, value in tensors.items() for part in _part(name, value, number, ranks)]
+        parts = [part for name, value in whole.items() for part in _part(name, value, number, ranks)]
+        own = {name: _block(tensors[name], dim, number, ranks) for name, dim in along.items()}
+        at, mine = f"[tp={number}]", {name: block for name, (block, _) in own.items()}
+        parts += [part for name, block in mine.items() for part in _part(name + at, block, 0, 1)]
+        blocks = [
+            {**each, "shape": tuple(tensors[n].shape), "blocks": [{"at": at, "runs": own[n][1]}]}
+            for n, each in zip(mine, _parameters(mine), strict=True)
+        ]
         messages = SaveMessages(Group(number, ranks, 60.0, store, cast(Any, None)), "synthetic", Peers())
-        job = RankSave(messages, DISK, current(), Publication(DISK, path, None), RankState(parts=parts))
-        job.described = {**_described(tensors, ranks), "left_out": [*left_out]}
+        job = RankSave(
+            messages, DISK, current(), Publication(DISK, path, None), RankState({"parameters": blocks}, parts)
+        )
+        job.described = {**_described(whole, ranks), "left_out": [*left_out]}
         try:
             job.run()
         except BaseException as error:
@@ -56,13 +73,19 @@ def _part(name: str, value: Tensor, rank: int, ranks: int) -> list[Part]:
     return [Part(f"model/{name}", tuple(value.shape), flat[first:last], first, stride)]
 
 
+def _block(value: Tensor, dim: int, rank: int, ranks: int) -> tuple[Tensor, Any]:
+    """A rank's block of a tensor, and the indices that it has of each dimension."""
+    first, last = (value.shape[dim] * n // ranks for n in (rank, rank + 1))
+    runs = [[(0, size)] if d != dim else [(first, last - first)] for d, size in enumerate(value.shape)]
+    return value.narrow(dim, first, last - first), runs
+
+
+def _parameters(tensors: Mapping[str, Tensor]) -> list[dict[str, Any]]:
+    common = {"trainable": True, "unit": "u", "group": 0, "aliases": []}
+    return [{"name": n, "dtype": name_of(value.dtype, n), **common} for n, value in tensors.items()]
+
+
 def _described(tensors: Mapping[str, Tensor], ranks: int) -> dict[str, Any]:
-    parameters = [
-        SimpleNamespace(
-            name=name, dtype=name_of(value.dtype, name), trainable=True, unit="u", group=0, aliases=[]
-        )
-        for name, value in tensors.items()
-    ]
     return {
         "zero": "0",
         "created": 0.0,
@@ -72,7 +95,7 @@ def _described(tensors: Mapping[str, Tensor], ranks: int) -> dict[str, Any]:
         "precision": "fp32",
         "loss_scale": None,
         "optimizer": {"kind": "none", "param_groups": [{}]},
-        "parameters": [vars(parameter) for parameter in parameters],
+        "parameters": _parameters(tensors),
         "buffers": [],
         "extra_state": {"head._extra_state": 1},
         "state": {},
