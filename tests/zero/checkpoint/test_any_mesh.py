@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from typer.testing import CliRunner
 
@@ -23,6 +24,9 @@ from zero.sources.zero_checkpoint import ZeroSource
 pytestmark = pytest.mark.host  # meshes of gloo's
 
 
+DCP = ("dp tp", "ep tp", "twice")  # also saved by torch.distributed.checkpoint
+
+
 def table_body(context: Context, folder: str) -> dict[tuple[str, str], list[str]]:
     """What differs after a load, for each pair of layouts: saved, loaded."""
     wholes: dict[str, dict[str, Tensor]] = {}
@@ -31,6 +35,9 @@ def table_body(context: Context, folder: str) -> dict[tuple[str, str], list[str]
         train_on(job.engine, job.model())
         job.engine.save_checkpoint(Path(folder) / name)
         wholes[name] = job.wholes()
+        if name in DCP:
+            masters = {n: job.engine.full_master(n) for n, _ in job.model.named_parameters()}
+            dcp.save(masters, checkpoint_id=Path(folder) / f"{name} dcp")
         if context.rank == 0:
             torch.save(wholes[name], Path(folder) / f"{name}.pt")
     found = {}
@@ -56,7 +63,7 @@ def test_any_job_loads_what_any_other_has_saved(
     assert [found[saved, loaded] for found in table[1]] == [[]] * RANKS
 
 
-@pytest.mark.parametrize("saved", LAYOUTS)
+@pytest.mark.parametrize("saved", ["ep tp", "twice", "pp tp", "cp tp"])
 def test_tools_see_whole_tensors(table: tuple[Path, list[Any]], saved: str, tmp_path: Path) -> None:
     path = table[0] / saved
     every: dict[str, Tensor] = torch.load(f"{path}.pt")
@@ -78,3 +85,15 @@ def test_tools_see_whole_tensors(table: tuple[Path, list[Any]], saved: str, tmp_
     told = CliRunner().invoke(app, ["inspect", str(path)], env={"COLUMNS": "200"})
     assert re.search(r"layers\.1\.experts +\[3, 4, 5\]", told.output), told.output
     assert CliRunner().invoke(app, ["verify", str(path)]).exit_code == 0
+
+
+@pytest.mark.parametrize("saved", DCP)
+def test_torch_checkpoints_of_dtensors_are_read_whole(
+    table: tuple[Path, list[Any]], saved: str, tmp_path: Path
+) -> None:
+    every: dict[str, Tensor] = torch.load(table[0] / f"{saved}.pt")
+    with open_source(table[0] / f"{saved} dcp") as source:
+        consolidate(source, tmp_path / "out", Options(dtype="stored", workers=1))
+    found = files.read(tmp_path / "out")
+    assert found.keys() == {n for n in every if ": " not in n and "shift" not in n}
+    assert all(torch.equal(value, every[name]) for name, value in found.items())

@@ -104,7 +104,7 @@ def tensors() -> dict[str, Tensor]:
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    synthetic.save(tmp_path / "a", tensors(), divided={"w": 0, "t": 1})
+    synthetic.save(tmp_path / "a", tensors(), divided={"w": 0, "t": 0})
     return tmp_path / "a"
 
 

@@ -77,7 +77,7 @@ def _block(value: Tensor, dim: int, rank: int, ranks: int) -> tuple[Tensor, Any]
     """A rank's block of a tensor, and the indices that it has of each dimension."""
     first, last = (value.shape[dim] * n // ranks for n in (rank, rank + 1))
     runs = [[(0, size)] if d != dim else [(first, last - first)] for d, size in enumerate(value.shape)]
-    return value.narrow(dim, first, last - first), runs
+    return value.narrow(dim, first, last - first).clone(), runs
 
 
 def _parameters(tensors: Mapping[str, Tensor]) -> list[dict[str, Any]]:
