@@ -11,7 +11,8 @@ passes                  one pass per file
 persistence             units that stay gathered until the weights change
 explain                 what the passes did
 pipeline                all of them in their order
-inductor, backend       the inner compiler; what dynamo calls
+inductor, local_inputs, backend
+                        the inner compiler; DTensors as their local tensors; what dynamo calls
 saved                   the user's hooks on saved tensors, around a graph
 model                   the model whose calls are compiled
 compile_calls           puts it all together

@@ -14,6 +14,7 @@ from zero.compiled import inductor, pipeline
 from zero.compiled.explain import GraphReport
 from zero.compiled.facts import Facts, ParameterFacts
 from zero.compiled.graphs import ShardedGraph, outputs
+from zero.compiled.local_inputs import take_locals
 from zero.config.compilation import Compile
 
 Graphs = tuple[fx.GraphModule, fx.GraphModule]
@@ -49,19 +50,21 @@ class ShardingBackend:
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> inductor.Compiled:
         parameters = self._locate(inputs)
         self._check_results(module, parameters)
+        inputs, of_locals = take_locals(module, inputs, parameters)
         graph, reported = _Compilation(self, parameters), len(self.reports)
         if self.settings.inner == "aot_eager":
-            return graph.one_by_one(module, inputs)
+            return of_locals(graph.one_by_one(module, inputs))
 
         def otherwise(untouched: fx.GraphModule) -> inductor.Compiled:
             del self.reports[reported:]
             return graph.one_by_one(untouched, inputs)
 
-        return self.generator.generate(
+        compiled = self.generator.generate(
             module,
             lambda: inductor.compile_graph(module, inputs, graph.partition, graph.inference),
             otherwise,
         )
+        return of_locals(compiled)
 
     def _check_results(self, module: fx.GraphModule, inputs: Sequence[ParameterFacts | None]) -> None:
         """Raise NotOneGraph if a result is a view of a parameter: its bytes would go before anybody reads

@@ -25,6 +25,7 @@ from zero.compiled.persistence import Persistence
 from zero.compiled.runtime import Runtime
 from zero.compiled.saved import hooks_spare_parameters
 from zero.errors import UsageError, ZeroError
+from zero.sharding.distributed import follow_local
 from zero.sharding.lifetime import ModelRef
 from zero.sharding.sharded_unit import Keep
 from zero.sharding.tensors import iter_tensors
@@ -58,6 +59,11 @@ class CompiledModel:
         self._around = around
         for each in module.modules():
             _settle_hook_order(each)
+        for unit in self._units:
+            unit.guard.expose()
+            for parameter in (p for group in unit.groups for p in group.parameters):
+                follow_local(parameter)  # which tracers take for a view elsewhere
+            unit.conceal()
         self._why = ""  # what kept the model from being one graph
         self._lost = ". Its activations stay on the device" if backend.activations else ""
         self._lost += ". No unit persists" if settings.persist_budget != 0 else ""

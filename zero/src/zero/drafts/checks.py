@@ -217,7 +217,7 @@ def check_compilable(model: nn.Module, config: Config) -> None:
     """Raise ModelError if the model is to be compiled, and a parameter has leaves other than itself."""
     inner = inner_leaves(model) if config.compile is not None else {}
     for name, parameter in model.named_parameters() if config.compile is not None else ():
-        if parameter in inner or is_distributed(parameter):
+        if parameter in inner:
             raise ModelError(
                 f"parameter {name!r} is a {type(parameter).__name__}, whose inner tensors the engine's "
                 "compiler does not see: leave Config(compile=...) out"

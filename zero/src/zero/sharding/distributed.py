@@ -116,10 +116,11 @@ def _split(parameter: Any, whole: Tensor, dims: Collection[int]) -> Tensor:
     return whole
 
 
-def follow_dtype(parameter: nn.Parameter) -> None:
-    """Let a DTensor have the dtype that its local tensor has got; it keeps its identity and its hooks."""
+def follow_local(parameter: nn.Parameter) -> None:
+    """Let a DTensor have the dtype and the storage offset that its local tensor has got; it keeps its
+    identity and its hooks."""
     given: Any = parameter
-    if not is_distributed(parameter) or given.dtype is given._local_tensor.dtype:
+    if not is_distributed(parameter):
         return
     module, local = sys.modules["torch.distributed.tensor"], given._local_tensor
     made = module.DTensor(local, _spec(given, local.dtype), requires_grad=False)

@@ -31,7 +31,7 @@ from zero.communication.mesh import Mesh
 from zero.communication.quantised import Quantised, Sent, block_of
 from zero.sharding import layout
 from zero.sharding.binding import Binding
-from zero.sharding.distributed import follow_dtype, local_of
+from zero.sharding.distributed import follow_local, local_of
 from zero.sharding.gather_format import EXACT, GatherFormat, GatherOptions
 from zero.sharding.layout import ParameterSpec
 from zero.sharding.shard_source import ShardSource
@@ -157,8 +157,9 @@ class FlatGroup:
         for sub in self.subs:
             if not sub.has_record:
                 sub.record = Record(sub.tier, sub.shard)
-        for parameter in self.parameters:
-            follow_dtype(parameter)
+        for parameter, local in zip(self.parameters, self.local, strict=True):
+            if parameter.dtype is not local.dtype:
+                follow_local(parameter)
 
     def _make_record(self, sub: SubGroup) -> None:
         dtype = at_least_fp32(self.dtype)
