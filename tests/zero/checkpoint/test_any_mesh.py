@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 from torch import Tensor
 from typer.testing import CliRunner
 
@@ -27,7 +29,7 @@ pytestmark = pytest.mark.host  # meshes of gloo's
 DCP = ("dp tp", "ep tp", "twice")  # also saved by torch.distributed.checkpoint
 
 
-def table_body(context: Context, folder: str) -> dict[tuple[str, str], list[str]]:
+def table_body(context: Context, folder: str) -> dict[Any, list[str]]:
     """What differs after a load, for each pair of layouts: saved, loaded."""
     wholes: dict[str, dict[str, Tensor]] = {}
     for seed, (name, layout) in enumerate(LAYOUTS.items()):
@@ -46,7 +48,20 @@ def table_body(context: Context, folder: str) -> dict[tuple[str, str], list[str]
         for saved, expected in wholes.items():
             job.engine.load_checkpoint(Path(folder) / saved)
             found[saved, name] = job.has(expected)
-    return found
+    return found | pretrained(context, Path(folder), wholes)
+
+
+def pretrained(context: Context, folder: Path, wholes: dict[str, dict[str, Tensor]]) -> dict[Any, list[str]]:
+    """Weights from whole tensors of safetensors, before there is an engine, and into one."""
+    for name in ("no mesh", "copies"):
+        if context.rank == 0:
+            weights = {key: value for key, value in wholes[name].items() if ": " not in key}
+            save_file(weights, folder / f"{name}.safetensors")
+    dist.barrier()
+    job = Job(LAYOUTS["ep tp"], 100, folder / "no mesh.safetensors")
+    before = job.has(wholes["no mesh"])
+    job.engine.load_pretrained(folder / "copies.safetensors")
+    return {"before": before, "into": job.has(wholes["copies"])}
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +76,12 @@ def test_any_job_loads_what_any_other_has_saved(
     table: tuple[Path, list[Any]], saved: str, loaded: str
 ) -> None:
     assert [found[saved, loaded] for found in table[1]] == [[]] * RANKS
+
+
+@pytest.mark.parametrize("way", ["before", "into"])
+def test_pretrained_weights_are_divided(table: tuple[Path, list[Any]], way: str) -> None:
+    wrong = [[each for each in found[way] if ": " not in each] for found in table[1]]
+    assert wrong == [[]] * RANKS
 
 
 @pytest.mark.parametrize("saved", ["ep tp", "twice", "pp tp", "cp tp"])

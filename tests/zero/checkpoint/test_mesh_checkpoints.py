@@ -16,6 +16,7 @@ from tests.zero.helpers.loops import train_on
 from tests.zero.helpers.meshes import WIDTH, MixtureModel, Stage, mesh_of, mixture, tokens
 from tests.zero.helpers.models import fresh, language_loss
 from tests.zero.helpers.training import adamw
+from zero.consolidate import consolidate, open_source, verify
 from zero.files.reader import Checkpoint
 from zero.sharding.distributed import local_of
 
@@ -62,6 +63,8 @@ def experts_body(context: Context, folder: str) -> dict[str, Any]:
 
     whole = mixture()
     one = zero.initialize(whole, adamw(whole), zero.Config(timeout=20))
+    with pytest.raises(zero.StateError, match=r"missing .*experts\.1.*unexpected .*\[ep=0\].*rename="):
+        one.load_checkpoint(path)
     one.load_checkpoint(path, rename=whole_name)
     state, number = state_of(one), mesh.get_local_rank("ep")
     if state and saved:
@@ -150,6 +153,26 @@ def whole_and_parts(mesh: Any, folder: Path) -> dict[str, bool]:
     return {"whole": both, "parts": parts}
 
 
+def of_one_place(mesh: Any, saved: dict[str, Tensor], folder: Path) -> dict[str, bool]:
+    """An engine that knows its own data group only takes its blocks of the whole, and saves only these."""
+    model = nn.Sequential(nn.Linear(WIDTH, 4), nn.Tanh(), nn.Linear(4, 2), nn.LayerNorm(2))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    engine = zero.initialize(model, adamw(model), zero.Config(timeout=20), process_group=mesh.get_group("dp"))
+    engine.load_checkpoint(folder / "blocks")
+    mine = {name: local_of(engine.full_master(name)) for name, _ in model.named_parameters()}
+    place = folder / f"place {mesh.get_local_rank('tp')}"
+    engine.save_checkpoint(place)
+    with open_source(place) as source:
+        assert verify(source) == []
+        with pytest.raises(zero.CheckpointError, match=r"only a part of parameter '0\.weight', block \("):
+            consolidate(source, place / f"out {engine.rank}")
+    whole = nn.Sequential(nn.Linear(WIDTH, 4), nn.Tanh(), nn.Linear(4, 2), nn.LayerNorm(2))
+    other = zero.initialize(whole, adamw(whole), zero.Config(timeout=20), process_group=mesh.get_group("dp"))
+    with pytest.raises(zero.StateError, match=r"'0\.weight' was saved as block .* and is now plain values"):
+        other.load_checkpoint(place)
+    return {"place": same(mine, saved)}
+
+
 def blocks_body(context: Context, folder: str) -> dict[str, bool]:
     """DTensors: saved by two data ranks at stage 3, and loaded by one."""
     found, saved = {}, {}
@@ -166,6 +189,8 @@ def blocks_body(context: Context, folder: str) -> dict[str, bool]:
         else:
             engine.load_checkpoint(Path(folder) / "blocks")
         mine = {name: local_of(engine.full_master(name)) for name, _ in model.named_parameters()}
+        if sizes == 2:
+            found |= of_one_place(mesh, mine, Path(folder))
         found[f"stage {stage}"] = not saved or same(mine, saved)
         saved = mine
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -137,7 +138,8 @@ class Model(nn.Module):
 class Job:
     """An engine with a model of a layout, and what it is to have of whole tensors."""
 
-    def __init__(self, layout: Layout, seed: int) -> None:
+    def __init__(self, layout: Layout, seed: int, weights: Path | None = None) -> None:
+        """weights: to fill the model with before it has an engine."""
         self.layout = layout
         self.mesh: Any = mesh_of(*layout.dims) if layout.dims else None
         local = {"*": "pp"} if layout.stages else {}
@@ -146,6 +148,8 @@ class Job:
         if stage:
             self.model.first = nn.Identity()
         self._divide()
+        if weights is not None:
+            zero.load_pretrained(self.model, weights)
         wide = [p for p in self.model.parameters() if p.dim() > 1]
         narrow = [p for p in self.model.parameters() if p.dim() == 1 and p.requires_grad]
         groups = [{"params": wide, "weight_decay": 0.1}, {"params": narrow, "weight_decay": 0.0}]

@@ -26,6 +26,7 @@ from zero.files.storage import DISK, Storage
 from zero.loading.tensor_reader import TensorReader
 from zero.loading.together import Together
 from zero.loading.weights import fill_buffers, fill_units, targets
+from zero.sharding.distributed import local_of, region_of
 from zero.sharding.guard import OWNER_ATTRIBUTE
 from zero.sharding.sharded_unit import ShardedUnit, refill
 from zero.sharding.state_entries import entries_of
@@ -81,7 +82,7 @@ def load_pretrained(
     Parameters made under `zero.init()` are filled by `zero.initialize`, each rank reading its slices, so that
     no rank holds more than its shards and one unit. Other parameters are filled whole, immediately. Values
     are cast to the parameter's dtype; fp32 masters are filled from the file's values, not from their 16-bit
-    rounding.
+    rounding. Of a DTensor each rank reads its own block.
 
     path: a safetensors file, or a directory with model.safetensors or an index, visible to every rank.
     strict: refuse missing and unexpected names; otherwise parameters that are missing keep the constructor's
@@ -110,8 +111,10 @@ def fill(model: nn.Module, request: Request) -> None:
             if deferred_init.is_deferred(parameter):
                 deferred_init.promise(parameter, Promise(weights, keys[name]))
             else:
+                region = region_of(parameter)
+                values = reader.whole(keys[name]) if region is None else reader.part(keys[name], region)
                 with torch.no_grad():
-                    parameter.copy_(reader.whole(keys[name]))
+                    local_of(parameter).copy_(values)
 
 
 def keep_promises(units: Sequence[ShardedUnit], communicator: Communicator) -> None:

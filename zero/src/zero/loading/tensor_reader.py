@@ -72,6 +72,13 @@ class TensorReader:
             whole = region or Region.whole(entry.shape)
             read_region(self._tensors.read, blocks, whole, stride, entry.item_bytes, start, into)
 
+    def part(self, key: str, region: Region) -> Tensor:
+        """What a region has of a tensor, on the host, in its shape."""
+        entry = self._tensors.tensor(key)
+        values = torch.empty(region.shape, dtype=TORCH[entry.dtype], device=HOST)
+        self._read(key, entry, 0, None, region, bytes_of(values.view(-1)))
+        return values
+
     def whole(self, key: str) -> Tensor:
         """A whole tensor, on the host, in its shape."""
         entry = self._tensors.tensor(key)

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator
 from functools import partial
 from pathlib import Path
 
+from zero.errors import CheckpointError
 from zero.files.boundary import typed
 from zero.files.boxes import Region, read_region
 from zero.files.manifest import (
@@ -63,6 +64,14 @@ class ZeroSource(Source):
         }
 
     def chunks(self, wanted: Collection[int], limit: int) -> Iterator[Chunk]:
+        manifest = self.checkpoint.manifest
+        lone = {p.name: p.form for p in manifest.parameters if p.shape is not None and not p.blocks}
+        for name in (self.tensors[index].name for index in wanted):
+            if name in lone:
+                raise CheckpointError(
+                    f"{self.path} has only a part of parameter {name!r}, {lone[name]}: give zero.initialize "
+                    "the whole job's mesh, and a checkpoint has all of it"
+                )
         for index, key in enumerate(self._keys):
             if index in wanted:
                 yield from self._of(index, key, limit)
