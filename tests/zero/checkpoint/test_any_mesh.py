@@ -34,11 +34,11 @@ def table_body(context: Context, folder: str) -> dict[Any, list[str]]:
     wholes: dict[str, dict[str, Tensor]] = {}
     for seed, (name, layout) in enumerate(LAYOUTS.items()):
         job = Job(layout, seed)
-        train_on(job.engine, job.model())
+        train_on(job.engine, job.loss())
         job.engine.save_checkpoint(Path(folder) / name)
         wholes[name] = job.wholes()
         if name in DCP:
-            masters = {n: job.engine.full_master(n) for n, _ in job.model.named_parameters()}
+            masters = {n: job.engine.full_master(n) for n, _, _ in job.named()}
             dcp.save(masters, checkpoint_id=Path(folder) / f"{name} dcp")
         if context.rank == 0:
             torch.save(wholes[name], Path(folder) / f"{name}.pt")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,8 @@ def experts_and_columns(whole: Tensor, mesh: Any) -> Tensor:
 @dataclass(frozen=True)
 class Layout:
     """dims: of the mesh; none without one. placed: by the last part of a parameter's name, along which
-    dimensions it is divided, how, and what a rank has then. stages: the layers of each stage."""
+    dimensions it is divided, how, and what a rank has then. stages: the layers of each stage, the first of
+    which has what is before them. parts: a stage's layers are a part each."""
 
     dims: tuple[tuple[str, int], ...] = ()
     data: Sequence[str] = ("dp",)
@@ -53,6 +54,7 @@ class Layout:
     along: tuple[str, ...] = ()
     placed: tuple[tuple[str, Placed], ...] = ()
     stages: tuple[tuple[int, ...], ...] = ()
+    parts: bool = False
     config: tuple[tuple[str, Any], ...] = (("stage", 3),)
 
 
@@ -89,6 +91,7 @@ LAYOUTS = {
         stages=((), (0, 1)),
         config=(("stage", 0),),
     ),
+    "parts": Layout((("pp", 2), ("dp", 2)), stages=((1,), (0,)), parts=True),
     "cp tp": Layout(
         (("cp", 2), ("tp", 2)), ("cp",), along=("tp",), placed=TP, config=(("precision", "bf16"),)
     ),
@@ -117,7 +120,7 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, seed: int, layers: Sequence[int]) -> None:
+    def __init__(self, seed: int, layers: Sequence[int], has_first: bool = True) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
         every = {str(number): Layer(generator) for number in range(LAYERS)}
@@ -126,6 +129,8 @@ class Model(nn.Module):
         with torch.no_grad():
             for parameter in self.first.parameters():
                 parameter.copy_(torch.randn(parameter.shape, generator=generator))
+        if not has_first:
+            self.first = nn.Identity()
 
     def forward(self) -> Tensor:
         x = torch.ones(1, 2, dtype=next(self.parameters()).dtype)
@@ -144,23 +149,36 @@ class Job:
         self.mesh: Any = mesh_of(*layout.dims) if layout.dims else None
         local = {"*": "pp"} if layout.stages else {}
         stage = self.mesh.get_local_rank("pp") if layout.stages else 0
-        self.model = Model(seed, layout.stages[stage] if layout.stages else range(LAYERS))
-        if stage:
-            self.model.first = nn.Identity()
+        layers = layout.stages[stage] if layout.stages else range(LAYERS)
+        parts = [Model(seed, () if layout.parts else layers)] if not stage else []
+        if stage or layout.parts:
+            parts += [Model(seed, layers, has_first=False)]
+        self.parts = parts
         self._divide()
         if weights is not None:
-            zero.load_pretrained(self.model, weights)
-        wide = [p for p in self.model.parameters() if p.dim() > 1]
-        narrow = [p for p in self.model.parameters() if p.dim() == 1 and p.requires_grad]
+            zero.load_pretrained(self.parts[0], weights)
+        every = [p for part in parts for p in part.parameters()]
+        wide = [p for p in every if p.dim() > 1]
+        narrow = [p for p in every if p.dim() == 1 and p.requires_grad]
         groups = [{"params": wide, "weight_decay": 0.1}, {"params": narrow, "weight_decay": 0.0}]
         optimizer = torch.optim.AdamW(groups, lr=1e-2)
         config = zero.Config(timeout=30, local_modules=local, **dict(layout.config))
         dims = {"data_dims": layout.data, "shard_dims": layout.shards} if self.mesh is not None else {}
-        self.engine = zero.initialize(self.model, optimizer, config, mesh=self.mesh, **dims)  # type: ignore[arg-type]
+        model = parts if layout.parts else parts[0]
+        self.engine = zero.initialize(model, optimizer, config, mesh=self.mesh, **dims)  # type: ignore[arg-type]
+
+    def loss(self) -> Tensor:
+        return torch.stack([part() for part in self.parts]).sum()
+
+    def named(self) -> Iterator[tuple[str, str, nn.Parameter]]:
+        """Parameters by their names in the engine, and in a part."""
+        for number, part in enumerate(self.parts):
+            for name, parameter in part.named_parameters():
+                yield f"{number}.{name}" if self.layout.parts else name, name, parameter
 
     def _divide(self) -> None:
         placed = dict(self.layout.placed)
-        for layer in self.model.layers.values():
+        for layer in (layer for part in self.parts for layer in part.layers.values()):
             for name, whole in list(layer.named_parameters()):
                 if name not in placed:
                     continue
@@ -183,7 +201,7 @@ class Job:
 
     def wholes(self) -> dict[str, Tensor]:
         """Whole masters, moments and buffers, put together from all ranks' blocks, element by element."""
-        shapes = {name: tuple(p.shape) for name, p in self.model.named_parameters()}
+        shapes = {name: tuple(p.shape) for _, name, p in self.named()}
         mine = {}
         for key, value in self.state().items():
             name, _, state = key.partition(": ")
@@ -211,10 +229,10 @@ class Job:
 
     def state(self) -> dict[str, Tensor]:
         """This rank's blocks of masters, moments and buffers, gathered over its data."""
-        found = {name: value.clone().cpu() for name, value in self.model.named_buffers()}
-        for name, parameter in self.model.named_parameters():
-            found[name] = local_of(self.engine.full_master(name)).cpu()  # type: ignore[arg-type]
+        found = {name: b.clone().cpu() for part in self.parts for name, b in part.named_buffers()}
+        for called, name, parameter in self.named():
+            found[name] = local_of(self.engine.full_master(called)).cpu()  # type: ignore[arg-type]
             if parameter.requires_grad:
-                for key, value in self.engine.full_optimizer_state(name).items():
+                for key, value in self.engine.full_optimizer_state(called).items():
                     found[f"{name}: {key}"] = value.cpu()
         return found

@@ -1,13 +1,14 @@
 """The names under which the ranks of a mesh store what they have, in one checkpoint of the whole job.
 
 Parameters that differ by rank are stored each, under the model's name with the coordinates along which they
-differ: `blocks.0.experts.up.weight[ep=1]`. Models that differ altogether keep their names, unless several of
-them have the same one. DTensors keep theirs as well: what they are divided into are blocks of one parameter,
-each in tensors whose keys have its coordinates.
+differ: `blocks.0.experts.up.weight[ep=1]`. Models that differ altogether, and parts of one, keep their own
+names, unless several of them have the same one. DTensors keep theirs as well: what they are divided into are
+blocks of one parameter, each in tensors whose keys have its coordinates.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from torch import nn
@@ -15,6 +16,7 @@ from torch import nn
 from zero.communication.communicator import Communicator
 from zero.communication.mesh import Meshes
 from zero.sharding.distributed import divided_along
+from zero.sharding.parts import own_name
 from zero.sharding.sharded_unit import ShardedUnit
 from zero.sharding.state_entries import entries_of
 
@@ -40,12 +42,16 @@ class StoredNames:
             **{name: divided[p] for name, p in entries.by_name.items() if p in divided},
             **{n: divided[p] for g in groups for n, p in zip(g.names, g.parameters, strict=True)},
         }
-        self._several = self._in_several_stages() if self._grid.stages else set()
+        self._own = {name: own_name(module, name) for name in self._apart}
+        self._several = {name for name, count in Counter(self._own.values()).items() if count > 1}
+        if self._grid.stages:
+            self._several |= self._in_several_stages()
 
     def stored(self, name: str) -> str:
         """The name under which a parameter, buffer or extra state of the model is stored."""
         apart = self._apart.get(name, frozenset()) - self._grid.stages - self._along(name)
-        return name + self._at(apart | self._grid.stages if name in self._several else apart)
+        own = self._own.get(name, name)
+        return name + self._at(apart | self._grid.stages) if own in self._several else own + self._at(apart)
 
     def block(self, name: str) -> str:
         """What follows the stored name in the keys of this rank's block of a parameter; "" if it has all."""
@@ -84,8 +90,8 @@ class StoredNames:
         return self._grid.part(self._rank, frozenset(self._grid.names) - apart)[0] == self._rank
 
     def _in_several_stages(self) -> set[str]:
-        """Names that models of several stages have."""
-        every = self._communicator.everywhere(sorted(self._apart))
+        """Names that models of several stages have in their parts."""
+        every = self._communicator.everywhere(sorted(self._own.values()))
         found: set[str] = set()
         for one in self._grid.parts(self._grid.alike):
             for other in self._grid.parts(self._grid.alike):

@@ -5,7 +5,6 @@ Modules, lowest first:
 initial_values          what the ranks came with, compared
 build_units             units drafted, and built from their drafts
 regroup                 units built anew for another optimizer
-parts                   several parts of a model as one
 no_sync                 `model.no_sync()`
 build                   all other parts, and the engine
 initialization          `zero.initialize`

@@ -39,10 +39,10 @@ from zero.pretrained import keep_promises
 from zero.setup.build import Sharded, Stepper, build_engine
 from zero.setup.build_units import build_units, draft_and_reserve, taking_over
 from zero.setup.initial_values import InitialValues
-from zero.setup.parts import as_model
 from zero.sharding.exact import computes_in
 from zero.sharding.forms import adopt, named_leaves
 from zero.sharding.local import apart_of
+from zero.sharding.parts import as_model
 from zero.tiers.room import room_for
 from zero.tiers.stores import Stores
 from zero.warning import held_back, warn

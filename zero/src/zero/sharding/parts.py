@@ -22,6 +22,11 @@ class Parts(nn.Module):
         raise UsageError("the engine has several parts of a model: call the parts, not the engine")
 
 
+def own_name(model: nn.Module, name: str) -> str:
+    """The name that a parameter, buffer or extra state of a model has in its part, if it has parts."""
+    return name.partition(".")[2] if isinstance(model, Parts) else name
+
+
 def as_model(given: nn.Module | Sequence[nn.Module]) -> nn.Module:
     """Return the module to shard. Raises ModelError for a list that is empty, or not of different modules."""
     if not isinstance(given, (list, tuple)):
