@@ -16,10 +16,13 @@ import zero
 from accelz.conformance.cluster import Clusters, Context
 from tests.zero.helpers.failing import TIMEOUT, Ranks, Reordered
 from tests.zero.helpers.loops import train_on
+from tests.zero.helpers.meshes import Stage, mesh_of, tokens
 from tests.zero.helpers.models import features
 from tests.zero.helpers.paths import STRAIGHT, decaying, fresh, straight
 from tests.zero.helpers.told import Heard
 from tests.zero.helpers.training import adamw
+
+LONG = 40.0  # seconds
 
 
 def dying_body(context: Context, when: str, shard_ranks: int | None = None) -> tuple[str, str, float]:
@@ -67,6 +70,35 @@ def test_a_dead_rank_of_another_copy_is_named(disposable: Ranks) -> None:
         assert re.search(r"rank\(s\) .*\b2\b.* did not answer", message), message
         assert seconds < 4 * TIMEOUT
     assert "(ranks 0 to 1 of this group are ranks 2, 3 of the job)" in outcomes[3].value[1]
+
+
+def stages_body(context: Context) -> tuple[str, float]:
+    """A rank of the second stage ends before a step."""
+    mesh = mesh_of(("pp", 2), ("dp", 2))
+    model = Stage(mesh.get_local_rank("pp"))
+    config = zero.Config(timeout=LONG, clip_norm=1.0, local_modules={"*": "pp"})
+    engine = zero.initialize(model, adamw(model), config, mesh=mesh, data_dims="dp")
+    engine.backward(model(tokens(0, engine.rank).to(engine.device)))
+    if context.rank == 3:
+        os._exit(7)
+    start = time.monotonic()
+    with pytest.raises(zero.CommunicationError) as caught:
+        engine.step()
+    seconds = time.monotonic() - start
+    context.group.store.set(f"noticed/{context.rank}", "")
+    context.group.store.wait([f"noticed/{rank}" for rank in range(3)], timedelta(seconds=LONG))
+    return str(caught.value), seconds
+
+
+@pytest.mark.host  # whose ranks look at each other while they wait
+def test_other_stages_learn_of_a_death_at_once(disposable: Ranks) -> None:
+    """By its coordinates, long before the timeout."""
+    *survivors, _ = disposable(4).outcomes(stages_body, limit=60)
+    for survivor in survivors:
+        assert survivor.status == "returned", survivor
+        message, seconds = survivor.value
+        assert "rank(s) 3 (pp 1, dp 1) did not answer" in message
+        assert seconds < LONG / 2
 
 
 def long_wait_body(context: Context, path: tuple[int, ...]) -> tuple[list[str], str, float]:
