@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -10,9 +10,9 @@ from torch.optim import Optimizer
 
 from zero.config.training import Config
 from zero.drafts.offload_fit import check_offload
-from zero.errors import ConfigError, OptimizerError
+from zero.errors import ConfigError, OptimizerError, some
 from zero.optimizer.checks import check_optimizer
-from zero.optimizer.joint import joint
+from zero.optimizer.joint import joint, members
 from zero.optimizer.stepping import Stepping, steppings
 from zero.sharding.autocast import cast_before_use
 from zero.sharding.distributed import divided_along, is_distributed
@@ -74,18 +74,23 @@ def prepare(
     for parameter, along in distributed.items():
         if along and dims:
             apart[parameter] = apart.get(parameter, frozenset()) | along
-    check_blocks(ways)
+    check_blocks(model, optimizer, config)
     return Prepared(plans, exact, castable, optimizer, param_group_of, ways, apart)
 
 
-def check_blocks(ways: Mapping[nn.Parameter, Stepping]) -> None:
+def check_blocks(model: nn.Module, optimizer: Optimizer, config: Config) -> None:
     """Raise OptimizerError if a block of a DTensor would be stepped as a whole parameter."""
-    if any(way.whole and is_distributed(p) and divided_along(p) for p, way in ways.items()):
-        raise OptimizerError(_BLOCKS)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for each in members(optimizer):
+        ways = steppings(each, config)
+        blocks = [names[p] for p, way in ways.items() if way.whole and p in names and divided_along(p)]
+        if blocks:
+            raise OptimizerError(_BLOCKS.format(kind=type(each).__name__, blocks=some(blocks)))
 
 
 _BLOCKS = (
-    "the optimizer steps whole parameters, and some are DTensors, of which each rank would step its block as "
-    "if that were all: use an optimizer that works element by element, such as AdamW, and say "
-    "Config(whole_parameters=False) if zero does not know that of it"
+    "{kind} steps whole parameters, and {blocks} are DTensors, of which each rank would step its block as if "
+    "that were all. Give them to an optimizer that works element by element, as in zero.initialize(model, "
+    "[muon, adamw]), or leave them undivided, without a plan for tensor parallelism; and say "
+    "Config(whole_parameters=False) if zero does not know that {kind} works element by element"
 )

@@ -106,7 +106,7 @@ def _attach(engine: Engine, sharded: Sharded, optimizer: Optimizer | Sequence[Op
     param_group_of = check_optimizer(optimizer, model, config)
     check_offload(model, optimizer, config)
     ways = steppings(optimizer, config)
-    check_blocks(ways)
+    check_blocks(model, optimizer, config)
     _check_same(sharded, optimizer, param_group_of)
     if before or any(len(ways_of(group.parameters, ways)) > 1 for group in sharded.trainable):
         stores = Stores(sharded.stores.accelerator, config.offload)
