@@ -1,7 +1,8 @@
-"""Optimizer state that trains but that no checkpoint can hold: found at the first step."""
+"""Optimizer state that trains but that no checkpoint can hold: found at initialize, or at the first step."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -103,9 +104,27 @@ STATES: dict[str, tuple[Callable[[Tensor], Any], str]] = {
 }
 
 
+@pytest.mark.parametrize("which", [which for which, (_, expected) in STATES.items() if expected])
+def test_initialize_tells_of_state_that_cannot_be_saved(which: str) -> None:
+    make, expected = STATES[which]
+    model = fresh()
+    with pytest.raises(zero.OptimizerError, match=r"^optimizer state 'average'.* of 'gain'") as caught:
+        zero.initialize(model, Averaging(model.parameters(), make), zero.Config(stage=0))
+    assert expected in str(caught.value)
+    assert "A checkpoint cannot hold it: use an optimizer whose state is plain" in str(caught.value)
+    assert not hasattr(model.gain, "_zero_name"), "nothing was changed"
+
+
+def told_late(model: nn.Module, make: Callable[[Tensor], Any]) -> Optimizer:
+    """An optimizer that cannot be copied, and so not be tried before it steps."""
+    optimizer: Any = Averaging([p for p in model.parameters() if p.requires_grad], make)
+    optimizer.lock = threading.Lock()
+    return optimizer  # type: ignore[no-any-return]
+
+
 def first_step_body(context: Context, path: str, which: str, stage: int) -> dict[str, Any]:
     model = fresh()
-    optimizer = Averaging([p for p in model.parameters() if p.requires_grad], STATES[which][0])
+    optimizer = told_late(model, STATES[which][0])
     config = zero.Config(stage=stage, whole_parameters=True if stage else None, timeout=10)
     engine = zero.initialize(model, optimizer, config)
     said = []
@@ -144,7 +163,7 @@ def test_the_first_step_tells_every_rank_of_state_that_cannot_be_saved(
 def skipped_body(context: Context, path: str) -> list[str]:
     """The first step overflows, so the optimizer has no state after it."""
     model: nn.Module = fresh()
-    optimizer = Averaging([p for p in model.parameters() if p.requires_grad], STATES["a wrapper"][0])
+    optimizer = told_late(model, STATES["a wrapper"][0])
     engine = zero.initialize(model, optimizer, zero.Config(precision="fp16", loss_scale=2.0**16, timeout=10))
     said = []
     for step in range(2):

@@ -2,7 +2,7 @@
 
 What they consist of is in `zero.files`, and reading into models in `zero.loading`. Modules, lowest first:
 
-random_state, rank_file, user_state, stored_names, engine_state
+random_state, rank_file, user_state, storable, stored_names, engine_state
                         what a save consists of, under which names, and one rank's file
 program_end, save_messages
                         messages between ranks

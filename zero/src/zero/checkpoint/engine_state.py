@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from accelz import Accelerator
 from zero.checkpoint import random_state, user_state
 from zero.checkpoint.rank_file import Part
+from zero.checkpoint.storable import check_storable, told
 from zero.checkpoint.stored_names import StoredNames
 from zero.communication.communicator import Communicator
 from zero.communication.mesh import Meshes
 from zero.config.training import Config
-from zero.errors import StateError, UsageError
+from zero.errors import UsageError
 from zero.files.dtypes import name_of
 from zero.files.manifest import model_key, state_key
 from zero.gradients.loss_scale import LossScale
@@ -31,7 +32,7 @@ from zero.optimizer.piece_state import in_memory_order, is_elementwise
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
 from zero.optimizer.state_offload import StateOffload
 from zero.optimizer.stepped import SteppedPiece
-from zero.optimizer.wrapped_state import described, inner_tensors, is_wrapper
+from zero.optimizer.wrapped_state import described, is_wrapper
 from zero.sharding import layout
 from zero.sharding.distributed import region_of
 from zero.sharding.flat_group import FlatGroup
@@ -195,7 +196,7 @@ def check_state(engine: EngineParts) -> None:
             spec = stepped.group.layout.specs[piece.piece.index]
             whole = stepped.group.parameters[piece.piece.index].numel()
             for name, value in optimizer.optimizer.state.get(piece.parameter, {}).items():
-                _check_storable(name, value, spec, piece, whole)
+                check_storable(name, value, spec.name, piece.parameter, piece.piece.length < whole)
 
 
 def _collect_group(
@@ -255,7 +256,7 @@ def _collect_state(
     is_first = window.start == 0 and names.has_first_block(spec.name)
     state, first = engine.sharded_optimizer.optimizer.state, pieces[0]
     for name, value in state.get(first.parameter, {}).items():
-        _check_storable(name, value, spec, first, whole)
+        check_storable(name, value, spec.name, first.parameter, first.piece.length < whole)
         key = state_key(name, stored)
         if isinstance(value, (Tensor, Stored)) and is_elementwise(name, value, first.parameter):
             flat = joined([in_memory_order(state[p.parameter][name], p.parameter) for p in pieces])
@@ -265,57 +266,9 @@ def _collect_state(
             if is_first:
                 found.parts.append(Part(key, tuple(value.shape), value.detach().contiguous().view(-1)))
         elif is_first:
-            what = _told(name, spec)
+            what = told(name, spec.name)
             plain = described(value, what) if is_wrapper(value) else value
             found.values.setdefault(stored, {})[name] = user_state.encode(plain, key, found.parts, what)
-
-
-def _told(name: str, spec: ParameterSpec) -> str:
-    return f"optimizer state {name!r} of {spec.name!r}"
-
-
-def _check_storable(name: str, value: Any, spec: ParameterSpec, piece: SteppedPiece, whole: int) -> None:
-    """Raise StateError for a value of a piece's state that a checkpoint cannot hold.
-
-    whole: how many elements the parameter has on all ranks.
-    """
-    try:
-        if is_wrapper(value):
-            _check_wrapper(value, _told(name, spec), piece.piece.length < whole)
-        elif not isinstance(value, (Tensor, Stored)):
-            user_state.encode(value, "", [], _told(name, spec))
-        elif isinstance(value, Tensor) and user_state.is_plain(value):
-            name_of(value.dtype, _told(name, spec))
-            _check_whole(name, value, spec, piece, whole)
-        elif isinstance(value, Tensor):
-            raise UsageError(f"{_told(name, spec)} is no dense tensor of its own, but a {_kind(value)}")
-    except UsageError as error:
-        raise StateError(
-            f"{error}. A checkpoint cannot hold it: use an optimizer whose state is plain tensors and numbers"
-        ) from None
-
-
-def _check_wrapper(value: Tensor, what: str, of_slice: bool) -> None:
-    if of_slice:
-        raise UsageError(
-            f"{what} has blocks of a slice, which other ranks cannot use: whole_parameters=False"
-        )
-    user_state.encode(described(value, what), "", [], what)
-    for name, inner in inner_tensors(value).items():
-        name_of(inner.dtype, f"{what}, {name}")
-
-
-def _kind(value: Tensor) -> str:
-    return f"{type(value).__name__} ({value.dtype}, {value.layout})"
-
-
-def _check_whole(name: str, value: Tensor, spec: ParameterSpec, piece: SteppedPiece, whole: int) -> None:
-    if value.dim() and piece.piece.length < whole and not is_elementwise(name, value, piece.parameter):
-        raise StateError(
-            f"{_told(name, spec)} has shape {tuple(value.shape)} for "
-            f"{piece.piece.length} of {whole} elements: neither one value per element nor a single "
-            "number, so it would be meaningless on other ranks; remove Config(whole_parameters=False)"
-        )
 
 
 def _empty_parameters(group: FlatGroup, chosen: Container[str], names: StoredNames) -> Iterator[Part]:

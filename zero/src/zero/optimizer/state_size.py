@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from zero.optimizer.joint import members, name_of
 from zero.optimizer.kernel_rules import rule_for
 from zero.optimizer.piece_state import is_elementwise, tensors_beside
 from zero.optimizer.stepping import is_known
+from zero.sharding.distributed import local_of
 from zero.tiers.values import at_least_fp32
 
 SIDES = {  # of a stand-in, by its dimensions; larger than most sizes that state has of its own
@@ -55,6 +56,32 @@ def moments_of(optimizer: Optimizer, dtype: torch.dtype | None = None) -> dict[n
             kept = len(rule.moments)
             found.update((p, kept) for group in each.param_groups for p in group["params"])
     return found
+
+
+def first_states(optimizer: Optimizer) -> Iterator[tuple[nn.Parameter, nn.Parameter, dict[str, Any]]]:
+    """Yield, for each trained parameter of optimizers that are not torch's, a stand-in and the state that a
+    copy of the optimizer keeps for it after a step. Those that no copy can be stepped of are left out."""
+    for each in members(optimizer):
+        if is_known(each):
+            continue
+        groups = enumerate(group["params"] for group in each.param_groups)
+        keys = {p: (index, _square(local_of(p).shape)) for index, group in groups for p in group}
+        made = {key: _stand_in(key[1], torch.float32) for key in keys.values()}
+        stand_ins = {p: made[key] for p, key in keys.items()}
+        try:
+            states = _stepped(each, stand_ins)
+        except OptimizerError:
+            continue
+        yield from ((p, small, states[small]) for p, small in stand_ins.items() if p.requires_grad)
+
+
+def _square(shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape of a stand-in whose state is packed as the parameter's is, and is no larger than needed for
+    that: what is kept for rows and for columns stays small."""
+    if len(shape) < 2 or math.prod(shape) <= LARGE:
+        return tuple(shape) if math.prod(shape) <= LARGE else (LARGE,)
+    side = math.isqrt(LARGE)
+    return (*[1] * (len(shape) - 2), side, side)
 
 
 def _moments_after_a_step(optimizer: Optimizer, dtype: torch.dtype | None) -> dict[nn.Parameter, float]:
@@ -125,10 +152,10 @@ def _alike(shape: Sequence[int], turn: int) -> tuple[int, ...]:
 def _stepped(optimizer: Optimizer, stand_ins: Mapping[nn.Parameter, nn.Parameter]) -> dict[Any, Any]:
     """The state of a copy of the optimizer that has stepped these once. Several parameters may have one
     stand-in. Raises OptimizerError if the copy cannot step."""
-    probe = _copy_of(optimizer, stand_ins)
-    for group in probe.param_groups:
-        group["params"] = list(dict.fromkeys(group["params"]))
     try:
+        probe = _copy_of(optimizer, stand_ins)
+        for group in probe.param_groups:
+            group["params"] = list(dict.fromkeys(group["params"]))
         with torch.random.fork_rng(devices=[]), torch.compiler.set_stance("force_eager"):
             type(optimizer).step(probe)
     except Exception as error:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from zero.checkpoint.checkpoints import Checkpoints
 from zero.checkpoint.engine_state import EngineParts
+from zero.checkpoint.storable import check_first_states
 from zero.communication.communicator import Communicator
 from zero.communication.mesh import Meshes
 from zero.config.training import Config
@@ -105,6 +106,7 @@ def _attach(engine: Engine, sharded: Sharded, optimizer: Optimizer | Sequence[Op
         )
     param_group_of = check_optimizer(optimizer, model, config)
     check_offload(model, optimizer, config)
+    check_first_states(optimizer, model, config, sharded.communicator.whole.size)
     ways = steppings(optimizer, config)
     check_blocks(model, optimizer, config)
     _check_same(sharded, optimizer, param_group_of)

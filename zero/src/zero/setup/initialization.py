@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 import accelz
+from zero.checkpoint.storable import check_first_states
 from zero.communication.communicator import Communicator
 from zero.communication.grid import Grid
 from zero.communication.job import Arranged, join
@@ -111,6 +112,7 @@ def initialize(
         warn(message, category, rank=communicator.group.rank)
     check_flat_buffers(accelerator)
     check_equal(model, prepared, config, communicator)
+    check_first_states(prepared.optimizer, model, config, groups.whole.size)
     grid = Grid.plain(groups.whole.size, config.shard_ranks) if arranged is None else groups.grid
     meshes = Meshes(groups, grid, partial(apart_of, config=config))
     differing = [*prepared.apart.values(), *(apart_of(name, config) for name, _ in model.named_buffers())]
