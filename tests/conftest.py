@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from importlib import import_module
 
 import pytest
+import torch
 
 from accelz.conformance.cluster import Cluster, Clusters, preload
 
@@ -34,6 +35,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Tests run side by side, and threads of torch that wait for each other spin on what others need.
+    torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
     os.environ["ZERO_TEST_LOOP"] = config.getoption("--loop")  # for tests.zero.helpers.loops
     preload(*BODIES_IMPORT)
     if config.getoption("--quick"):
