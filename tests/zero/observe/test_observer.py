@@ -258,11 +258,14 @@ def test_a_resumed_file_reads_like_an_uninterrupted_one(tmp_path: Path) -> None:
         writer.event(Event("save", last - 1, 0.0, "there"))
     lines = lines_of(path)
     assert [(line.get("event", "step"), line["step"]) for line in lines] == [
+        ("begin", 0),
         ("step", 1),
         ("step", 2),
+        ("begin", 2),
         ("step", 3),
         ("step", 4),
         ("step", 5),
         ("save", 5),
     ]
-    assert [line["loss"] for line in lines[:4]] == [1, None, 3, 3]
+    assert [line["loss"] for line in lines if "loss" in line] == [1, None, 3, 3, 3]
+    assert lines[0]["model"] == "Model"

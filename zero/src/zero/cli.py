@@ -1,4 +1,4 @@
-"""The command line: `zero plan`, `consolidate`, `convert`, `inspect`, `verify`, `explain-hang`."""
+"""The command line: `zero plan`, `consolidate`, `convert`, `inspect`, `verify`, `explain-hang`, `report`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from zero.version import __version__
 
 app = typer.Typer(
     help="Plan the memory of a training job; inspect, verify, consolidate and convert checkpoints; explain a "
-    "job that hangs.",
+    "job that hangs; draw a run.",
     no_args_is_help=True,
     add_completion=False,
 )
@@ -293,6 +293,28 @@ def explain_hang(
     print(printable(hang.explain(flights)))
     for line in hang.table(flights):
         print(f"  {printable(line)}")
+
+
+@app.command()
+@clean
+def report(
+    run: Annotated[
+        Path,
+        typer.Argument(help="What zero.observe.JsonLines has written: a file of JSON lines, or its folder."),
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="The page to write; by default report.html beside it."),
+    ] = None,
+) -> None:
+    """Draw a run as one HTML page, which needs no network: losses, speed, memory, traffic and events."""
+    from zero.report.records import read
+    from zero.report.run_report import run_page
+
+    records = read(run)
+    page = output or records.path.with_name("report.html")
+    page.write_text(run_page(records).render())
+    print(page)
 
 
 def _options(

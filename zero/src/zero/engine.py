@@ -657,6 +657,7 @@ class Engine:
         totals = {
             "calls": Counter(traffic.calls),
             "bytes": Counter(traffic.bytes),
+            "units": Counter(traffic.units),
             "moved": self._boundary.stores.moved,
             "waited": Counter({"waited": self._communicator.waited}),
         }

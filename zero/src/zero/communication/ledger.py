@@ -16,7 +16,7 @@ from zero.communication.line import Kind, Line
 
 @dataclass
 class Traffic:
-    """Counts of collectives issued, and their bytes.
+    """Counts of collectives issued, and their bytes, by kind; units: the bytes by unit.
 
     Bytes are those of the gathered, scattered or reduced whole buffer, or of all that ranks send in an
     all-to-all.
@@ -24,9 +24,11 @@ class Traffic:
 
     calls: Counter[str] = field(default_factory=Counter)
     bytes: Counter[str] = field(default_factory=Counter)
+    units: Counter[str] = field(default_factory=Counter)
 
     def clear(self) -> None:
         self.calls.clear()
+        self.units.clear()
         self.bytes.clear()
 
 
@@ -76,6 +78,7 @@ class Ledger:
         nbytes = numel * dtype.itemsize
         self.traffic.calls[op] += 1
         self.traffic.bytes[op] += nbytes
+        self.traffic.units[unit] += nbytes
         return self._enter(kind, text, op, unit, nbytes)
 
     def exchange(self, what: str) -> Issued:

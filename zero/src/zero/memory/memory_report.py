@@ -2,24 +2,12 @@
 
 from __future__ import annotations
 
-import html
 import itertools
-from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import asdict, astuple, dataclass, fields
 
-from zero.config.sizes import human
+from zero.report import timeline
 from zero.tiers.device_bytes import DeviceBytes
 from zero.tiers.tracer import PhaseName
-
-COLOURS = {
-    "parameters": "#4c78a8",
-    "gathered": "#72b7b2",
-    "gradients": "#f58518",
-    "optimizer": "#e45756",
-    "activations": "#54a24b",
-    "other": "#bab0ac",
-    "temporary": "#e7ddd6",
-}
 
 
 @dataclass(frozen=True)
@@ -82,10 +70,12 @@ class Peak:
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """One optimizer step. capacity: bytes that the process may use of the device."""
+    """One optimizer step. capacity: bytes that the process may use of the device. exact: the device counts
+    this process's bytes and no others; otherwise `other` has what else is in the host's memory."""
 
     samples: tuple[Sample, ...]
     capacity: int
+    exact: bool = True
 
     @property
     def peak(self) -> int:
@@ -109,86 +99,24 @@ class MemoryReport:
         return best
 
     def __str__(self) -> str:
-        rows = self._table()
+        rows = timeline.table(self.timeline())
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         return "\n".join("  ".join(c.rjust(w) for c, w in zip(row, widths, strict=True)) for row in rows)
 
     def to_html(self) -> str:
         """A page with a picture, in which categories are stacked over the step, and a table of each phase's
-        peak."""
-        legend = "".join(
-            f'<span><i style="background:{colour}"></i>{name}</span>' for name, colour in COLOURS.items()
-        )
-        head, *rows = self._table()
-        return _PAGE.format(
-            picture=_picture(self.samples, self.uses(), self.peak),
-            legend=legend,
-            head="".join(f"<th>{html.escape(c)}</th>" for c in head),
-            rows="".join(f"<tr>{''.join(f'<td>{html.escape(c)}</td>' for c in row)}</tr>" for row in rows),
-            peak=human(self.peak),
-            capacity=human(self.capacity),
-        )
+        peak. Raises UsageError where what draws it is not installed: the extra accelz-zero[report]."""
+        return timeline.page(self.timeline()).render()
 
-    def _table(self) -> list[tuple[str, ...]]:
-        """A head, and a row for each phase's peak, to which the categories add up."""
-        rows = [
-            (phase, human(peak.use.total), *map(human, astuple(peak.use)), peak.unit)
-            for phase, peak in self.peaks().items()
-        ]
-        return [("phase", "peak", *COLOURS, "unit"), *rows]
-
-
-WIDTH, HEIGHT = 960, 320
-
-
-def _picture(samples: Sequence[Sample], uses: Sequence[Use], top: int) -> str:
-    """Stacked areas over time: from one sample to the next, the peak between them."""
-    duration = samples[-1].seconds
-    xs = [round(WIDTH * sample.seconds / (duration or 1.0), 1) for sample in samples]
-    floor = [0] * len(uses)
-    shapes = []
-    for category, colour in COLOURS.items():
-        ceiling = [low + max(getattr(use, category), 0) for low, use in zip(floor, uses, strict=True)]
-        points = [*_stairs(xs, ceiling), *reversed(_stairs(xs, floor))]
-        shapes.append(f'<polygon fill="{colour}" points="{_path(points, top)}"/>')
-        floor = ceiling
-    for x, (before, after) in zip(xs, itertools.pairwise(samples), strict=False):
-        if before.phase != after.phase:
-            shapes.append(_boundary(x, after.phase))
-    shapes.append(f'<text x="{WIDTH - 4}" y="14" text-anchor="end">{1000 * duration:.1f} ms</text>')
-    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" width="100%">{"".join(shapes)}</svg>'
-
-
-def _stairs(xs: Sequence[float], heights: Sequence[int]) -> list[tuple[float, int]]:
-    """The height that each sample reports, all the way from the sample before it."""
-    spans = zip(itertools.pairwise(xs), heights[1:], strict=True)
-    return [(x, height) for span, height in spans for x in span]
-
-
-def _boundary(x: float, phase: PhaseName) -> str:
-    line = f'<line x1="{x}" x2="{x}" y1="0" y2="{HEIGHT}" stroke="#999" stroke-dasharray="4"/>'
-    return f'{line}<text x="{x + 4}" y="14">{phase}</text>'
-
-
-def _path(points: Sequence[tuple[float, int]], top: int) -> str:
-    return " ".join(f"{x},{HEIGHT * (1 - y / max(top, 1)):.1f}" for x, y in points)
-
-
-_PAGE = """<!doctype html>
-<html lang="en"><meta charset="utf-8"><title>Device memory over a step</title>
-<style>
-body {{ font: 14px system-ui, sans-serif; margin: 2em auto; max-width: 62em }}
-table {{ border-collapse: collapse; margin-top: 1em }}
-td, th {{ padding: 0.2em 0.8em; text-align: right; border-bottom: 1px solid #ddd }}
-span {{ margin-right: 1.2em }}
-i {{ display: inline-block; width: 0.9em; height: 0.9em; margin-right: 0.3em }}
-svg {{ border-left: 1px solid #999; border-bottom: 1px solid #999 }}
-</style>
-<h1>Device memory over a step</h1>
-<p>Peak {peak} of {capacity}. The most in use between samples, by category. Samples are taken when units are
-gathered, released or stepped; temporary is what was freed again before the next sample.</p>
-{picture}
-<p>{legend}</p>
-<table><tr>{head}</tr>{rows}</table>
-</html>
-"""
+    def timeline(self) -> dict[str, object]:
+        """For each sample its phase, unit, seconds and use, as columns of JSON values."""
+        uses = [asdict(use) for use in self.uses()]
+        return {
+            "capacity": self.capacity,
+            "exact": self.exact,
+            **{
+                name: [getattr(sample, name) for sample in self.samples]
+                for name in ("seconds", "phase", "unit")
+            },
+            **{field.name: [use[field.name] for use in uses] for field in fields(Use)},
+        }

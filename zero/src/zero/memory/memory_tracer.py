@@ -10,9 +10,11 @@ from dataclasses import asdict
 import torch
 
 from accelz import Accelerator
+from zero.config.sizes import human
 from zero.gradients.group_gradients import GroupGradients
 from zero.gradients.reducer import GradientReducer
 from zero.memory.memory_report import MemoryReport, Sample
+from zero.observe.observation import Observation
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
 from zero.sharding.sharded_unit import ShardedUnit
 from zero.tiers.device_bytes import DeviceBytes
@@ -33,7 +35,9 @@ class MemoryTracer:
     def __init__(self, accelerator: Accelerator, units: Sequence[ShardedUnit]) -> None:
         self.steps = 0
         self.report: MemoryReport | None = None
+        self._untold: MemoryReport | None = None  # until observers have been told
         self._memory = accelerator.memory
+        self._exact = accelerator.capabilities.exact_memory
         self._streams = accelerator.streams
         self._units = units
         self._reducer: Callable[[], GradientReducer | None] = lambda: None  # weak, like the next
@@ -112,9 +116,19 @@ class MemoryTracer:
         """The optimizer has stepped."""
         if self._follows:
             self.mark("step", "")
-            self.report = MemoryReport(tuple(self._samples), self._memory.stats().capacity)
+            self.report = self._untold = MemoryReport(
+                tuple(self._samples), self._memory.stats().capacity, self._exact
+            )
             self.steps -= 1
         self.drop()
+
+    def tell(self, observation: Observation) -> None:
+        """Tell observers of the step that is just over, if it was followed."""
+        report, self._untold = self._untold, None
+        if report is not None:
+            highest = max(report.peaks().values(), key=lambda peak: peak.use.total)
+            text = f"peak {human(report.peak)} in {highest.phase}, at unit {highest.unit!r}"
+            observation.event("memory", text, nbytes=report.peak, details=report.timeline())
 
     def drop(self) -> None:
         """Forget the step: what comes next is a new one."""

@@ -168,12 +168,19 @@ class Observation:
             self._marks = [("outside", marks[-1][1])]
 
     def event(
-        self, kind: str, text: str, seconds: Mapping[str, float] | None = None, nbytes: int = 0
+        self,
+        kind: str,
+        text: str,
+        seconds: Mapping[str, float] | None = None,
+        nbytes: int = 0,
+        details: Mapping[str, object] | None = None,
     ) -> None:
         """Something happens beside the steps; in any thread. It is told when the training thread comes
         here."""
         if self.observers:
-            self._events.append(Event(kind, self._steps, time.time(), text, seconds or {}, nbytes))
+            self._events.append(
+                Event(kind, self._steps, time.time(), text, seconds or {}, nbytes, details or {})
+            )
 
     # -- inside -------------------------------------------------------------------------------------------
 

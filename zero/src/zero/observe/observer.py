@@ -30,12 +30,12 @@ class Step:
     device in "forward", "backward", "step" (the optimizer's), "outside" (everything else since the step
     before, such as loading data), "evaluation" (from a forward without gradients to the next with them) and
     "checkpoint". logged: what the program gave to `engine.log`. calls, bytes: of collectives, by kind.
-    waited: seconds of the host in collectives, which a device that works by itself need not have waited.
-    moved: bytes between tiers, such as "to host". memory: bytes of the device, at most a second or so ago, by
-    category, with "allocated", "peak" and "capacity". learning_rate: of the first param group. grad_norm:
-    None where nobody measures it. loss_scale: None if there is none. skipped: because gradients overflowed.
-    flops: of the model for one token, peak_flops: of the device for one second, as given to `engine.observe`;
-    0 if they are not known. ranks: of the job.
+    units: bytes of collectives, by unit. waited: seconds of the host in collectives, which a device that
+    works by itself need not have waited. moved: bytes between tiers, such as "to host". memory: bytes of the
+    device, at most a second or so ago, by category, with "allocated", "peak" and "capacity". learning_rate:
+    of the first param group. grad_norm: None where nobody measures it. loss_scale: None if there is none.
+    skipped: because gradients overflowed. flops: of the model for one token, peak_flops: of the device for
+    one second, as given to `engine.observe`; 0 if they are not known. ranks: of the job.
     """
 
     number: int
@@ -54,6 +54,7 @@ class Step:
     flops: float = 0.0
     peak_flops: float = 0.0
     ranks: int = 1
+    units: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def seconds(self) -> float:
@@ -77,7 +78,7 @@ class Step:
         return speed / self.ranks * self.flops / self.peak_flops
 
     def metrics(self) -> dict[str, float]:
-        """All of it as one number each, for writers that take names and numbers."""
+        """All but `units` as one number each, for writers that take names and numbers."""
         single = {
             "learning_rate": self.learning_rate,
             "grad_norm": self.grad_norm,
@@ -101,9 +102,10 @@ class Step:
 
 @dataclass(frozen=True)
 class Event:
-    """What happens beside the steps. kind: "save", "load", "out of memory" or "placement". step: the last
-    that was complete. time: in seconds since 1970. text: for people. seconds: by phase. bytes: written, read
-    or moved by this rank.
+    """What happens beside the steps. kind: "save", "load", "out of memory", "placement" or "memory" (of a
+    step that `engine.trace_memory` has asked for). step: the last that was complete. time: in seconds since
+    1970. text: for people. seconds: by phase. bytes: written, read or moved by this rank. details: JSON
+    values; of "memory", its timeline.
     """
 
     kind: str
@@ -112,6 +114,7 @@ class Event:
     text: str
     seconds: Numbers = field(default_factory=dict)
     bytes: int = 0
+    details: Mapping[str, object] = field(default_factory=dict)
 
 
 class Observer:

@@ -162,6 +162,7 @@ class Boundary:
         self.tracer.end()
         self.placement.after_step()
         self.communicator.observation.step_over(self.steps)
+        self.tracer.tell(self.communicator.observation)
         if self.compiled is not None:
             self.compiled.after_step()
         if self.skipped_steps is not None and anew:

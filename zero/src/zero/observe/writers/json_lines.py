@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from math import inf, isfinite
 from pathlib import Path
@@ -13,7 +15,8 @@ from zero.observe.observer import Event, Observer, Run, Step
 
 class JsonLines(Observer):
     """Append to a file: {"step": 1, "time": ..., "loss": ..., ...} for a step, with the names of
-    `Step.metrics`, and {"event": "save", "step": 100, ...} for an event.
+    `Step.metrics`, and {"event": "save", "step": 100, ...} for an event. The first line says what is
+    observed; `units`, bytes of collectives by unit, are in the steps in which they change.
 
     The first step written takes the place of lines from that step on, so that the file of a run that is
     resumed reads like that of one that was never interrupted; lines that cannot be read, as one that a crash
@@ -22,22 +25,28 @@ class JsonLines(Observer):
 
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)
-        self._first = True
+        self._run: Run | None = None
+        self._units: Mapping[str, int] = {}
 
     def begin(self, run: Run) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._run = run
 
     def step(self, step: Step) -> None:
-        self._write({"step": step.number, "time": step.time, **step.metrics()}, step.number)
+        line: dict[str, object] = {"step": step.number, "time": step.time, **step.metrics()}
+        if step.units != self._units:
+            line["units"] = self._units = step.units
+        self._write(line, step.number)
 
     def event(self, event: Event) -> None:
         fields = asdict(event)
         self._write({"event": fields.pop("kind"), **fields}, event.step + 1)
 
     def _write(self, line: dict[str, object], step: int) -> None:
-        if self._first:
-            self._first = False
+        if self._run is not None:
+            run, self._run = asdict(self._run), None
             self._drop_from(step)
+            self._write({"event": "begin", "step": step - 1, "time": time.time(), **run}, step)
         finite = {k: None if isinstance(v, float) and not isfinite(v) else v for k, v in line.items()}
         with self._path.open("a") as file:
             file.write(json.dumps(finite) + "\n")

@@ -1,0 +1,113 @@
+"""What `zero.observe.JsonLines` has written, read back."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zero.errors import StateError
+from zero.report.figures import X
+
+POINTS = 1000
+"""The most points of a line in a picture; where there are more steps, a point is the mean of several."""
+_OWN = (
+    "time", "step", "learning_rate", "grad_norm", "loss_scale", "seconds", "tokens_per_second", "mfu",
+    "skipped", "waited", "tokens", "units",
+)  # fmt: skip
+_KINDS = ("seconds", "calls", "bytes", "rates", "moved", "memory")
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Records:
+    """path: of the file. runs: what was observed, once more for each time that it was resumed. steps, events:
+    lines by the names of `Step.metrics` and the fields of `Event`; a number that is not finite is None."""
+
+    path: Path
+    runs: Sequence[Row]
+    steps: Sequence[Row]
+    events: Sequence[Row]
+
+    def names(self, kind: str = "") -> list[str]:
+        """Those of a kind, such as "seconds" for "seconds/forward", or with "" of what the program logged, in
+        the order in which they came; without those that are 0 throughout."""
+        found = dict.fromkeys(
+            name for row in self.steps for name, n in row.items() if n and _kind(name) == kind
+        )
+        return [name.removeprefix(f"{kind}/") for name in found]
+
+    def column(self, name: str) -> list[float]:
+        """All values that there are."""
+        return [row[name] for row in self.steps if row.get(name) is not None]
+
+    def rows(self, names: Sequence[str], kind: str = "") -> list[dict[str, float | None]]:
+        """At most `POINTS` rows of these numbers, by their names without the kind, over steps."""
+        size = math.ceil(len(self.steps) / POINTS)
+        keys = {name: f"{kind}/{name}" if kind else name for name in names}
+        parts = (self.steps[n : n + size] for n in range(0, len(self.steps), size))
+        return [
+            {X: part[-1]["step"], **{name: _mean(part, key) for name, key in keys.items()}} for part in parts
+        ]
+
+    def units(self) -> dict[str, float]:
+        """Bytes of a step by unit, as a mean over all steps; written where they change."""
+        total: dict[str, float] = {}
+        now: Mapping[str, int] = {}
+        for row in self.steps:
+            now = row.get("units", now)
+            for unit, nbytes in now.items():
+                total[unit] = total.get(unit, 0) + nbytes
+        return {unit: nbytes / len(self.steps) for unit, nbytes in total.items() if nbytes}
+
+
+def read(path: Path) -> Records:
+    """Of a file, or of the only one in a folder whose name ends in .jsonl. Raises StateError."""
+    if path.is_dir():
+        found = sorted(path.glob("*.jsonl"))
+        if len(found) != 1:
+            there = f"has {len(found)}: {', '.join(map(str, found))}" if found else "has none"
+            raise StateError(
+                f"a report is made of one file of JSON lines, as JsonLines writes; {path} {there}"
+            )
+        (path,) = found
+    lines = list(_lines(path))
+    events = [line for line in lines if "event" in line]
+    steps = [line for line in lines if "event" not in line]
+    if not steps:
+        raise StateError(
+            f"{path} has no steps: a line is written once the next step has begun, or at the end"
+        )
+    begun = [event for event in events if event["event"] == "begin"]
+    return Records(path, begun, steps, [event for event in events if event["event"] != "begin"])
+
+
+def _lines(path: Path) -> Iterator[Row]:
+    """The last line may be incomplete, in a run that goes on."""
+    texts = path.read_text(errors="replace").splitlines()
+    for number, text in enumerate(texts, start=1):
+        try:
+            line = json.loads(text)
+            line["step"] + 0
+        except (ValueError, TypeError, KeyError) as error:
+            if number == len(texts):
+                return
+            raise StateError(f"{path}, line {number}, is not what JsonLines writes: {error}") from error
+        yield line
+
+
+def _kind(name: str) -> str | None:
+    """None for numbers of the engine that have no kind."""
+    if name in _OWN:
+        return None
+    kind, _, rest = name.partition("/")
+    return kind if rest and kind in _KINDS else ""
+
+
+def _mean(rows: Iterable[Row], key: str) -> float | None:
+    values = [row[key] for row in rows if row.get(key) is not None]
+    return sum(values) / len(values) if values else None
