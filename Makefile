@@ -10,6 +10,7 @@ DOCS := .venv-docs
 DOCS_STAMP := $(DOCS)/.installed
 SIM := examples/sim_backend
 SIM_STAMP := $(VENV)/.sim-installed
+BROWSERS := chromium chromium-browser google-chrome
 RANKS ?= 2
 WORKERS ?= 2
 ROOM ?=
@@ -18,7 +19,7 @@ ARGS ?=
 PYTEST_OPTIONS = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 PYTEST = $(BIN)/python -m pytest $(PYTEST_OPTIONS)
 
-.PHONY: setup sim arguments train test quick frameworks docs check lints format bench clean
+.PHONY: setup sim arguments train test quick frameworks browser docs check lints format bench clean
 
 setup: $(STAMP)
 
@@ -54,8 +55,12 @@ endif
 quick: setup  ## what to run at every change, in less than a minute: what one process tests at once
 	$(PYTEST) --quick $(ARGS)
 
-frameworks: setup $(FRAMEWORKS_STAMP)  ## zero.integrations with the real frameworks, which .venv does without
+frameworks: setup $(FRAMEWORKS_STAMP) browser  ## zero.integrations with the real frameworks, which .venv does without
 	$(FRAMEWORKS)/bin/python -m pytest $(PYTEST_OPTIONS) tests/frameworks $(ARGS)
+
+browser:  # in which the tests look at reports
+	@$(foreach name,$(BROWSERS),command -v $(name) >/dev/null ||) \
+	(apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core >/dev/null)
 
 # Layered over .venv: a .pth file there adds what .venv has, torch and our packages among it.
 $(FRAMEWORKS_STAMP): $(STAMP) constraints-frameworks.txt scripts/layer_venv.py

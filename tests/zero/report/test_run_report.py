@@ -16,53 +16,14 @@ import zero
 from tests.zero.helpers.commands import run as zero_command
 from tests.zero.helpers.observing import step_of
 from tests.zero.helpers.pages import figures, rows, series
-from zero.observe import Event, JsonLines, Run, Step
+from tests.zero.helpers.runs import full_step, written
+from zero.observe import JsonLines, Run
 from zero.report import page
 from zero.report.figures import X
 from zero.report.records import read
 from zero.report.run_report import run_page
 
 pytestmark = pytest.mark.host
-UNITS = {"embedding": 100, "block.0": 3000, "<root>": 0}
-TIMELINE = {
-    "capacity": 1000,
-    "exact": True,
-    "phase": ["forward", "backward", "step"],
-    "unit": ["a", "b", ""],
-    "seconds": [0.0, 0.010, 0.020],
-    **{name: [10, 10, 10] for name in ("parameters", "gathered", "gradients", "optimizer")},
-    **{name: [1, 2, 3] for name in ("activations", "other", "temporary")},
-}
-
-
-def full_step(number: int, **logged: float) -> Step:
-    """A step with everything that the page draws."""
-    return replace(
-        step_of(number, loss=4 / number, tokens=100.0, **logged),
-        time=1000.0 + number,
-        phases={"outside": 0.01, "forward": 0.1, "backward": 0.2, "step": 0.05},
-        calls={"all_gather": 4},
-        bytes={"all_gather": 3100},
-        units=UNITS,
-        memory={"parameters": 50, "optimizer": 600, "allocated": 700, "peak": 900, "capacity": 1000},
-        moved={"to host": 64},
-        grad_norm=1.0 / number,
-        flops=3.0,
-        peak_flops=1e4,
-        waited=0.02,
-    )
-
-
-def written(folder: Path, steps: int = 30, **settings: object) -> Path:
-    """The file of a run."""
-    path = folder / "metrics.jsonl"
-    writer = JsonLines(path)
-    writer.begin(Run("Net", "cpu", 0, 4, 2_000_000, 0, {"stage": 3, **settings}))
-    for number in range(1, steps + 1):
-        writer.step(full_step(number, **({"validation_loss": 2.0} if number % 10 == 0 else {})))
-    writer.event(Event("memory", steps, 1000.0 + steps, "peak", details=TIMELINE))
-    writer.event(Event("save", steps, 1000.0 + steps, "to <b>x</b>", {"write": 0.5}, 5000))
-    return path
 
 
 def test_a_run_becomes_a_page_that_needs_nothing_else(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ X = "_x"
 """The field of rows for the horizontal axis, which is no name of a number."""
 _HEIGHT = 240
 _MARKED = 60  # points of a line that are drawn as points, too
+_BAR = 18
 _MOST_BARS = 40
 _UNSAFE = str.maketrans(".[]\\'\"", "______")  # what has a meaning in Vega-Lite's names of fields
 
@@ -61,7 +62,7 @@ def areas(
     area["encoding"]["order"] = {"field": "order"}
     area["encoding"]["x"]["title"] = x
     area["encoding"]["y"] |= {"title": y, "stack": "zero", "axis": _axis(unit)}
-    return _layered(rows, [area, _hover(names, unit, told, x)])
+    return _layered(rows, [area, _hover(names, unit, told, x, stairs)])
 
 
 def capped(spec: Spec, most: float) -> Spec:
@@ -99,7 +100,8 @@ def bars(values: Mapping[str, float], y: str, x: str, unit: Unit) -> Spec:
     return {
         "data": {"values": rows},
         "width": "container",
-        "height": {"step": 18},
+        "autosize": _FIT,
+        "height": _BAR * len(rows),
         "mark": {"type": "bar", "color": COLOURS[0], "cornerRadiusEnd": 2},
         "encoding": {
             "y": {"field": "name", "type": "nominal", "sort": None, "title": y, "axis": {"labelLimit": 150}},
@@ -117,6 +119,7 @@ def _layered(rows: Rows, layer: list[Spec]) -> Spec:
     return {
         "data": {"values": list(rows)},
         "width": "container",
+        "autosize": _FIT,
         "height": _HEIGHT,
         "layer": layer,
         "config": _CONFIG,
@@ -145,25 +148,34 @@ def _series(some: Sequence[str], names: Sequence[str], mark: Spec, colours: Sequ
     }
 
 
-def _hover(names: Sequence[str], unit: Unit, told: Sequence[str] = (), x: str = "step") -> Spec:
-    """A line where someone points, with all values there."""
+def _hover(
+    names: Sequence[str], unit: Unit, told: Sequence[str] = (), x: str = "step", stairs: bool = False
+) -> Spec:
+    """What is shown where someone points: all values of the stretch there, which is around a row's place, or,
+    with stairs, before it."""
+    near = "datum.{0}" if stairs else f"(datum.{{0}} + datum.{X}) / 2"
+    ends = {"_from": near, "_to": f"datum.{X}" if stairs else near}
     return {
-        "params": [
+        "transform": [
             {
-                "name": "pointed",
-                "select": {
-                    "type": "point",
-                    "on": "pointerover",
-                    "clear": "pointerout",
-                    "nearest": True,
-                    "encodings": ["x"],
-                },
-            }
+                "window": [
+                    {"op": "lag", "field": X, "as": "_from"},
+                    {"op": "lead", "field": X, "as": "_to"},
+                ]
+            },
+            *(
+                {"calculate": f"isValid(datum.{end}) ? {at.format(end)} : datum.{X}", "as": end}
+                for end, at in ends.items()
+            ),
         ],
-        "mark": {"type": "rule", "color": "currentColor"},
+        "params": [
+            {"name": "pointed", "select": {"type": "point", "on": "pointerover", "clear": "pointerout"}}
+        ],
+        "mark": {"type": "rect", "color": "currentColor"},
         "encoding": {
-            "x": {"field": X, "type": "quantitative"},
-            "opacity": {"condition": {"param": "pointed", "empty": False, "value": 0.6}, "value": 0},
+            "x": {"field": "_from", "type": "quantitative"},
+            "x2": {"field": "_to"},
+            "opacity": {"condition": {"param": "pointed", "empty": False, "value": 0.15}, "value": 0},
             "tooltip": [
                 {"field": X, "type": "quantitative", "format": ",.6~g", "title": x},
                 *({"field": name, "type": "nominal"} for name in told),
@@ -201,12 +213,12 @@ def _count(rows: Rows, name: str) -> int:
 
 
 _FORMATS: dict[Unit, str] = {"": ",.4~g", "B": ".4~s", "s": ".4~s", "B/s": ".4~s", "%": ".3~p"}
+_FIT = {"type": "fit-x", "contains": "padding"}
 _TEXT = "currentColor"
 _CONFIG: Spec = {
     "background": "transparent",
     "font": "system-ui, sans-serif",
     "padding": {"left": 4, "top": 14, "right": 12, "bottom": 4},
-    "autosize": {"type": "fit-x", "contains": "padding"},
     "view": {"stroke": None},
     "axis": {
         "labelColor": _TEXT,

@@ -11,6 +11,8 @@ from functools import cache
 from zero.errors import UsageError
 from zero.report.figures import Spec
 
+_LONG = 30  # characters that may be broken over lines
+
 
 @dataclass(frozen=True)
 class Figure:
@@ -108,7 +110,8 @@ def _row(cell: str, texts: Sequence[str], numeric: Sequence[bool]) -> str:
 
 def _cells(cell: str, texts: Sequence[str], numeric: Sequence[bool]) -> Iterator[str]:
     for text, is_number in zip(texts, numeric, strict=True):
-        yield f"<{cell}{' class=number' if is_number else ''}>{html.escape(text)}</{cell}>"
+        kind = " class=number" if is_number else " class=long" if len(text) > _LONG else ""
+        yield f"<{cell}{kind}>{html.escape(text)}</{cell}>"
 
 
 def _is_number(text: str) -> bool:
@@ -142,7 +145,7 @@ figure { margin: 0; padding: 0.8rem; min-width: 0 }
 .table { overflow: auto; max-height: 32rem }
 table { border-collapse: collapse; font-size: 0.85rem; width: 100% }
 th, td { text-align: left; padding: 0.3rem 0.7rem; border-bottom: 1px solid var(--line); vertical-align: top }
-td { overflow-wrap: anywhere }
+td.long { min-width: 15rem; overflow-wrap: anywhere }
 th { color: var(--soft); font-weight: 500; white-space: nowrap }
 .number { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums }
 #vg-tooltip-element.zero-theme { background: var(--card); color: var(--text); border: 1px solid var(--line);
@@ -162,17 +165,29 @@ th { color: var(--soft); font-weight: 500; white-space: nowrap }
 _DRAW = """
 const specs = JSON.parse(document.getElementById("figures").textContent);
 const options = { renderer: "svg", actions: false, ast: true, tooltip: { theme: "zero" } };
-const drawn = specs.map((spec, number) => {
-  const place = document.getElementById("figure-" + number);
-  const columns = Math.max(1, Math.floor((place.clientWidth - 40) / 130));  // of the legend
-  spec.config.legend = { ...spec.config.legend, columns };
-  return vegaEmbed(place, spec, options);
+const place = (number) => document.getElementById("figure-" + number);
+const columns = (number) => Math.max(1, Math.floor((place(number).clientWidth - 40) / 130));  // of a legend
+const views = [];
+async function draw(number) {
+  const fitting = specs[number].config.legend.columns = columns(number);
+  views[number]?.finalize();
+  views[number] = await vegaEmbed(place(number), specs[number], options);
+  place(number).dataset.columns = fitting;
+}
+const redraw = () => specs.forEach(
+  (_, number) => columns(number) != place(number).dataset.columns && draw(number));
+let waiting;
+addEventListener("resize", () => {  // what fits into a row changes; the rest follows by itself
+  clearTimeout(waiting);
+  waiting = setTimeout(redraw, 150);
 });
-Promise.all(drawn).then(() => document.body.dataset.drawn = specs.length,
-                        (error) => document.body.dataset.failed = String(error));
+Promise.all(specs.map((_, number) => draw(number))).then(
+  () => document.body.dataset.drawn = specs.length, (error) => document.body.dataset.failed = String(error));
 """
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy"
+ content="default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{title}</title><style>{style}</style></head>
 <body><h1>{title}</h1>{facts}{numbers}

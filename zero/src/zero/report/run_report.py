@@ -52,7 +52,9 @@ def _training(records: Records) -> Iterator[Figure | Table]:
 
 def _speed(records: Records) -> Iterator[Figure | Table]:
     if records.column("tokens_per_second"):
-        yield Figure("Throughput", _lines(records, ["tokens_per_second"], "tokens per second, all ranks"))
+        yield Figure(
+            "Throughput", _lines(records, ["tokens_per_second"], "tokens per second"), "Of all ranks."
+        )
     if records.column("mfu"):
         note = "Model FLOPs utilization: the share of the device's peak that the model's own operations take."
         yield Figure("MFU", _lines(records, ["mfu"], "MFU", "%"), note)
