@@ -15,8 +15,6 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-REPORTED_STEP = 3  # of a run: the first that is like all later ones
-
 _OUT = Path("runs/lm")
 
 
@@ -61,9 +59,6 @@ class Settings:
     eval_bytes: int = _flag(65536, "bytes of validation text to use", least=1)
     save_every: int = _flag(0, "steps between checkpoints; 0: at the end only", least=0)
     sample_bytes: int = _flag(300, "bytes to generate at the end", least=0)
-    memory_report: str = _flag(
-        "", "HTML page for a plot of device memory in the third step, e.g. memory.html"
-    )
     prompt: str = _flag("def ", "what the generated text starts with")
     max_bytes: int = _flag(0, "bytes of text to read at most, roughly; 0: all", least=0)
 
@@ -91,14 +86,6 @@ class Settings:
             raise ValueError(
                 f"--batch {self.batch} cannot be divided among {world_size} ranks with --accumulate "
                 f"{self.accumulate}: use a multiple of {shares}"
-            )
-
-    def check_report(self, start: int) -> None:
-        """Raise ValueError if a run that begins after step `start` ends before the step to be drawn."""
-        if self.memory_report and self.last_step - start < REPORTED_STEP:
-            raise ValueError(
-                f"--memory-report draws step {REPORTED_STEP} of a run, but this one has "
-                f"{self.last_step - start}: increase --steps, or remove --memory-report"
             )
 
     @property

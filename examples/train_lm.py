@@ -13,9 +13,6 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Literal, NoReturn
 
 import torch
@@ -27,7 +24,7 @@ import accelz
 import zero
 from lm_data import load_corpus, shares, training_rows, validation_rows
 from lm_model import LanguageModel
-from lm_settings import REPORTED_STEP, Settings, parse
+from lm_settings import Settings, parse
 from zero.observe import Console, JsonLines
 
 WARMUP = 20  # steps
@@ -35,6 +32,7 @@ FINAL_RATE = 0.05  # of the peak learning rate
 WEIGHT_DECAY = 0.1
 TEMPERATURE = 0.7  # of the sample: below 1 prefers likely bytes
 KEPT = 2  # checkpoints
+TRACED_STEP = 3  # of a run: the first that is like all later ones
 TIMEOUT = 120.0  # seconds a rank waits for the others
 
 
@@ -55,7 +53,6 @@ class Run:
         self.engine = zero.initialize(self.model, self.optimizer, config)  # the one line
         self.ranks = Ranks()
         self.start = self.restore() if settings.resume else 0
-        settings.check_report(self.start)
         self.console = Console(settings.steps, show=("validation_loss",))
 
     def train(self) -> None:
@@ -64,8 +61,9 @@ class Run:
         self.say_hello()
         with self.engine.observe(self.console, JsonLines(settings.out / "metrics.jsonl")):
             for step in range(self.start + 1, stop + 1):
-                with self.traced(step):
-                    self.train_step(step)
+                if step == self.start + TRACED_STEP:
+                    self.engine.trace_memory()  # the report shows this step's memory
+                self.train_step(step)
                 if due(step, settings.eval_every, stop):
                     loss = self.validate()
                     self.engine.log(validation_loss=loss)
@@ -74,10 +72,11 @@ class Run:
         self.write_weights()
         self.engine.wait_for_checkpoint()
         self.say(
-            f"validation loss {loss:.4f} nats per byte ({loss / math.log(2):.3f} bits) after {stop} steps "
-            f"and {time.perf_counter() - began:.0f} s; peak memory {mebibytes(self.ranks.memory())}"
+            f"{loss / math.log(2):.3f} bits per byte of text that was held out, after {stop} steps and "
+            f"{time.perf_counter() - began:.0f} s; peak memory {mebibytes(self.ranks.memory())}"
         )
         self.say(f"weights and checkpoints: {settings.out}")
+        self.say(f"to see what this run did: {os.path.relpath(sys.executable)} -m zero report {settings.out}")
         if settings.sample_bytes:
             self.say("sample:\n" + self.sample())
 
@@ -98,16 +97,6 @@ class Run:
         tokens = settings.batch * settings.shape.context // engine.world_size
         peaks = {f"memory/rank{rank}": peak for rank, peak in enumerate(self.ranks.memory())}
         engine.log(loss=self.ranks.mean(total), tokens=tokens, **peaks)
-
-    @contextmanager
-    def traced(self, step: int) -> Iterator[None]:
-        """Wrap a step: --memory-report draws the device's memory in one of them."""
-        page = self.settings.memory_report if step - self.start == REPORTED_STEP else ""
-        if page:
-            self.engine.trace_memory()
-        yield
-        if page and self.engine.rank == 0:
-            Path(page).write_text(self.engine.memory_report().to_html())
 
     def loss(self, rows: Tensor) -> Tensor:
         """Mean loss in nats per byte of `rows` [rows, context + 1]."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 
 import pytest
 from rich.console import Console as Terminal
@@ -21,7 +22,8 @@ def told(terminal: bool) -> str:
     )
     writer.begin(RUN)
     for number in range(3, 41):
-        writer.step(step_of(number, loss=2.5, tokens=50, **({"validation": 3.25} if number == 20 else {})))
+        shown = {"validation": 3.25} if number == 20 else {}
+        writer.step(replace(step_of(number, loss=2.5, tokens=50, **shown), time=float(number)))
     writer.event(Event("save", 40, 0.0, "runs/a/[step-40]"))
     writer.close()
     return into.getvalue()
@@ -33,7 +35,11 @@ def test_without_a_terminal_there_are_plain_lines() -> None:
     steps = [line for line in lines if line.startswith("step ")]
     assert len(steps) == 20  # every second of 38, and the event
     assert "loss 2.500  100 tokens/s  1 MiB" in steps[0]
-    assert "validation 3.250" in steps[-2]
+    assert [line for line in lines if "validation 3.250" in line] == [
+        line for line in steps if " 20 " in line
+    ]
+    assert "0:00:20 left" in next(line for line in steps if " 20 " in line)  # of a second each
+    assert "left" not in steps[-2]
     assert "save: runs/a/[step-40]" in steps[-1]
 
 
