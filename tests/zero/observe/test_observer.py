@@ -137,7 +137,10 @@ def test_what_observers_are_told(cluster: Clusters, tmp_path: Path) -> None:
     assert [s.number for s in steps] == [2, 3, 4, 5]
     assert told.closed == 1
     assert [(e.kind, e.step) for e in told.events] == [("save", 4), ("load", 4)]
-    save = told.events[0]
+    save, load = told.events
+    assert set(save.rates) == {"collect", "write"}
+    assert load.rates == {"load": load.bytes / load.seconds["load"]}
+    assert load.bytes > 10 * run.parameters  # fp32 master and moments, of which each rank reads half
     assert (save.step, set(save.seconds)) == (4, {"collect", "write", "publish"})
     assert save.bytes > 0
     warned = [w for w in found[0]["warned"] if "Failing" in w]
@@ -173,6 +176,10 @@ def test_the_numbers_of_a_step(cluster: Clusters, tmp_path: Path) -> None:
         assert not step.skipped
     assert steps[2].logged["validation"] == 3.0  # the mean; logged after the step it belongs to
     assert {"evaluation", "checkpoint"} <= set(steps[3].phases)
+    (once, *_) = [step.rates for step in steps if step.rates]
+    assert {"all_gather", "reduce_scatter"} & set(once)
+    assert all(0 < rate < 1e13 for rate in once.values())
+    assert steps[1].units["blocks.0"] == steps[2].units["blocks.0"] > 0
     assert steps[3].seconds < sum(steps[3].phases.values())
     assert json.loads(json.dumps(steps[0].metrics()))["seconds/forward"] == steps[0].phases["forward"]
 
@@ -205,19 +212,23 @@ def test_an_observed_step_does_not_wait_for_the_device(cluster: Clusters) -> Non
     assert all(step.logged["loss"] > 0 for step in steps)
 
 
-def offloaded_body(context: Context) -> Step:
-    model, told = fresh(), Recorder(every_rank=True)
-    config = zero.Config(precision="bf16", offload=zero.Offload(optimizer="host"), timeout=20)
-    training = Training(model, adamw(model), config)
-    with training.engine.observe(told):
-        one_step(training, context, 0)
-    return told.steps[0]
+def offloaded_body(context: Context, path: str) -> list[Step]:
+    told = Recorder(every_rank=True)
+    for offload in (zero.Offload(optimizer="host"), zero.Offload(optimizer="disk", path=path)):
+        model = fresh()
+        config = zero.Config(precision="bf16", offload=offload, timeout=20)
+        training = Training(model, adamw(model), config)
+        with training.engine.observe(told):
+            one_step(training, context, 0)
+    return told.steps
 
 
-def test_bytes_between_tiers_are_told(cluster: Clusters, device: str) -> None:
-    for step in cluster(2).run(offloaded_body):
-        away = step.moved.get("to host", 0), step.moved.get("to device", 0)
+def test_bytes_between_tiers_are_told(cluster: Clusters, device: str, tmp_path: Path) -> None:
+    for host, disk in cluster(2).run(offloaded_body, path=str(tmp_path)):
+        away = host.moved.get("to host", 0), host.moved.get("to device", 0)
         assert away == (0, 0) if device == "cpu" else min(away) > 0
+        assert min(disk.moved["from disk"], disk.moved["to disk"]) > 0
+        assert min(disk.rates["from disk"], disk.rates["to disk"]) > 0
 
 
 def unobserved_body(context: Context) -> tuple[int, int, bool]:

@@ -659,6 +659,7 @@ class Engine:
             "bytes": Counter(traffic.bytes),
             "units": Counter(traffic.units),
             "moved": self._boundary.stores.moved,
+            "busy": self._boundary.stores.busy,
             "waited": Counter({"waited": self._communicator.waited}),
         }
         return Facts(known, totals, {name: n for name, n in numbers.items() if n is not None})

@@ -108,7 +108,9 @@ class Checkpoints:
             loaded = load(self._engine, self.storage, as_path(path).absolute(), options, before_change)
         if not options.weights_only:
             observation.load(loaded.steps)
-        observation.event("load", str(loaded.path), seconds)
+        speed = human(int(loaded.nbytes / max(seconds["load"], 1e-9)))
+        text = f"{loaded.path}: {human(loaded.nbytes)} by this rank, at {speed}/s"
+        observation.event("load", text, seconds, loaded.nbytes)
         return loaded
 
     def check_state(self) -> None:

@@ -48,7 +48,7 @@ class Loaded:
     path: the checkpoint's directory. steps: optimizer steps taken when it was saved. world_size: how many
     ranks saved it. state: as given to save_checkpoint, with tensors on the host. rank_states: the rank_state
     of every rank that saved, by rank. left_out: the model's parameters and buffers that the checkpoint was
-    saved without, which keep their values.
+    saved without, which keep their values. nbytes: read by this rank.
     """
 
     path: Path
@@ -57,6 +57,7 @@ class Loaded:
     state: dict[str, Any]
     rank_states: tuple[dict[str, Any], ...]
     left_out: tuple[str, ...]
+    nbytes: int = 0
 
     def __iter__(self) -> NoReturn:
         raise no_tuple("Loaded")
@@ -93,7 +94,7 @@ def load(
         together(load.restore)
         if left_out and engine.rank == 0:
             _log.warning(_SAVED_WITHOUT, where, len(left_out), some(left_out))
-        return load.loaded
+        return replace(load.loaded, nbytes=opened[0].bytes_read)
     finally:
         for checkpoint in opened:
             checkpoint.close()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -36,11 +37,15 @@ from zero.warning import warn
 
 
 class NamedHandle:
-    """A collective under way that knows which unit it serves."""
+    """A collective under way that knows which unit it serves. mark(): called before and after it is waited
+    for."""
 
-    __slots__ = ("_handle", "_issued", "_line", "_ranks")
+    __slots__ = ("_handle", "_issued", "_line", "_mark", "_ranks")
 
-    def __init__(self, handle: Handle, issued: Issued, line: Line, ranks: Group) -> None:
+    def __init__(
+        self, handle: Handle, issued: Issued, line: Line, ranks: Group, mark: Callable[[], None] | None = None
+    ) -> None:
+        self._mark = mark
         self._handle = handle
         self._issued = issued
         self._line = line
@@ -51,6 +56,8 @@ class NamedHandle:
         waits = self._line.waits
         wait = waits.begin(self._issued.number, self._issued.text)
         self._issued.state = "waited for"
+        if self._mark is not None:
+            self._mark()
         try:
             self._handle.wait()
         except CollectiveError as error:
@@ -61,6 +68,8 @@ class NamedHandle:
             raise
         waits.over(wait)
         self._issued.state = "done"
+        if self._mark is not None:
+            self._mark()
 
 
 class Communicator:
@@ -429,6 +438,8 @@ class Communicator:
 
     def _start(self, issued: Issued, ranks: Group, call: Callable[..., Handle], *args: Any) -> NamedHandle:
         line = self.ledger.line
+        transfers = self.observation.transfers
+        timed = transfers.begin(issued.op, issued.nbytes) if issued.nbytes else None
         wait = line.waits.begin(issued.number, issued.text)  # first uses of a size may wait for other ranks
         try:
             handle = call(*args, async_op=True)
@@ -440,7 +451,9 @@ class Communicator:
             raise
         line.waits.over(wait)
         issued.state = "under way"
-        return NamedHandle(handle, issued, line, ranks)
+        transfers.mark(timed)
+        mark = None if timed is None else partial(transfers.mark, timed)
+        return NamedHandle(handle, issued, line, ranks, mark)
 
 
 def _alone(value: Any) -> list[Any]:

@@ -98,6 +98,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         self.path = path
         self._storage = storage
         self._direct = direct
+        self._read: list[int] = []  # sizes; threads may append at once
         self._files: dict[int, tuple[File, bytes]] = {}  # each with the checksums of its blocks
         try:
             data = read_whole(storage, path / MANIFEST, LARGEST_MANIFEST)
@@ -119,6 +120,11 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
             file.close()
         self._files.clear()
 
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of tensors that were read so far."""
+        return sum(self._read)
+
     def tensor(self, key: str) -> TensorEntry | WholeTensor:
         """Shape, dtype and place of a tensor. Raises StateError for an unknown key."""
         try:
@@ -132,6 +138,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         Only the blocks that hold these elements are read, and each of them is checked. A tensor that is
         stored in blocks is read with `boxes.read_region`.
         """
+        self._read.append(into.nbytes)
         tensor = self._stored(key)
         item = tensor.item_bytes
         stop = start + into.nbytes // item
@@ -161,6 +168,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         if begin % block or end > size or (end % block and end != size):
             self.read(key, start, pages[:nbytes])
             return pages[:nbytes]
+        self._read.append(nbytes)
         file, _ = self._file(piece.file)
         with typed(file.path):
             values = file.read_around(piece.offset + begin, nbytes, pages)

@@ -23,12 +23,14 @@ from accelz import Accelerator
 from accelz import Event as DeviceEvent
 from zero.errors import UsageError
 from zero.observe.observer import Event, Observer, Run, Step
+from zero.observe.transfers import Transfer, Transfers, rates
 from zero.warning import warn
 
 PATIENCE = 10.0
 """Seconds that the device is waited for when an observation ends."""
 _OF_STEPS = ("forward", "backward")
 _TAKEN = {field.name for field in fields(Step)} | {"seconds", "tokens_per_second", "mfu", "step"}
+_TIME_EVERY = 1.0  # seconds between steps whose transfers are timed
 _LATE = 32  # steps that may be untold, before those that the device has not passed are waited for
 
 
@@ -53,14 +55,17 @@ class _Ended:
     logged: dict[str, list[float | Tensor]] = field(default_factory=dict)
     host: Tensor | None = None
     names: tuple[str, ...] = ()
+    transfers: list[Transfer] = field(default_factory=list)
     arrived: DeviceEvent | None = None
 
 
 class Observation:
-    """observers: those that are told, on this rank."""
+    """observers: those that are told, on this rank. transfers: what collectives and copies report to."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self.observers: list[Observer] = []
+        self.transfers = Transfers(accelerator.streams)
+        self._timed = -_TIME_EVERY  # when transfers were, last
         self._accelerator = accelerator
         self._facts: Callable[[], Facts]
         self._rates = (0.0, 0.0)
@@ -107,6 +112,7 @@ class Observation:
                 kept.append(each)
         self.observers = kept
         if not kept:
+            self.transfers.on = False
             atexit.unregister(self.close)
             self._untold.clear()
 
@@ -164,6 +170,8 @@ class Observation:
             if self._over is not None:  # the same step's, of another optimizer
                 marks, logged = self._over.marks[:-1] + marks, self._over.logged
             self._over = _Ended(number, time.time(), marks, self._facts(), logged)
+            self._over.transfers, self.transfers.noted = self.transfers.noted, []
+            self.transfers.on = False
             self._logged, self._begun = {}, False
             self._marks = [("outside", marks[-1][1])]
 
@@ -188,6 +196,9 @@ class Observation:
         self._begun = True
         self._settle()
         self._deliver()
+        self.transfers.on = time.monotonic() - self._timed > _TIME_EVERY
+        if self.transfers.on:
+            self._timed = time.monotonic()
         self._tell(lambda observer: observer.begin_step(self._steps + 1))
 
     def _settle(self) -> None:
@@ -230,9 +241,12 @@ class Observation:
         for (name, begin), (_, end) in itertools.pairwise(over.marks):
             phases[name] = phases.get(name, 0.0) + end.seconds_since(begin)
         before, self._totals = self._totals, over.facts.totals
+        found = rates(over.transfers)
         growth: dict[str, Any] = {kind: _growth(n, before[kind]) for kind, n in over.facts.totals.items()}
         known = {name: arrived.pop(name) for name in over.facts.on_device}
         known["skipped"] = known.get("skipped", 0) > 0
+        busy = growth.pop("busy")
+        found |= {tier: 1e9 * growth["moved"].get(tier, 0) / ns for tier, ns in busy.items() if ns}
         flops, peak = self._rates
         return Step(
             number=over.number,
@@ -242,6 +256,7 @@ class Observation:
                 name: arrived[name] if name in arrived else _mean(name, v) for name, v in over.logged.items()
             },
             waited=growth.pop("waited")["waited"],
+            rates={kind: rate for kind, rate in found.items() if rate},
             flops=flops,
             peak_flops=peak,
             **growth,

@@ -30,12 +30,14 @@ class Step:
     device in "forward", "backward", "step" (the optimizer's), "outside" (everything else since the step
     before, such as loading data), "evaluation" (from a forward without gradients to the next with them) and
     "checkpoint". logged: what the program gave to `engine.log`. calls, bytes: of collectives, by kind.
-    units: bytes of collectives, by unit. waited: seconds of the host in collectives, which a device that
-    works by itself need not have waited. moved: bytes between tiers, such as "to host". memory: bytes of the
-    device, at most a second or so ago, by category, with "allocated", "peak" and "capacity". learning_rate:
-    of the first param group. grad_norm: None where nobody measures it. loss_scale: None if there is none.
-    skipped: because gradients overflowed. flops: of the model for one token, peak_flops: of the device for
-    one second, as given to `engine.observe`; 0 if they are not known. ranks: of the job.
+    units: bytes of collectives, by unit. rates: bytes per second, by kind of collective and between tiers, in
+    a step about once a second; of what was waited for, from when it was issued. waited: seconds of the host
+    in collectives, which a device that works by itself need not have waited. moved: bytes between tiers, such
+    as "to host". memory: bytes of the device, at most a second or so ago, by category, with "allocated",
+    "peak" and "capacity". learning_rate: of the first param group. grad_norm: None where nobody measures it.
+    loss_scale: None if there is none. skipped: because gradients overflowed. flops: of the model for one
+    token, peak_flops: of the device for one second, as given to `engine.observe`; 0 if they are not known.
+    ranks: of the job.
     """
 
     number: int
@@ -55,6 +57,7 @@ class Step:
     peak_flops: float = 0.0
     ranks: int = 1
     units: Mapping[str, int] = field(default_factory=dict)
+    rates: Numbers = field(default_factory=dict)
 
     @property
     def seconds(self) -> float:
@@ -93,6 +96,7 @@ class Step:
             "seconds": self.phases,
             "calls": self.calls,
             "bytes": self.bytes,
+            "rates": self.rates,
             "moved": self.moved,
             "memory": self.memory,
         }
@@ -115,6 +119,14 @@ class Event:
     seconds: Numbers = field(default_factory=dict)
     bytes: int = 0
     details: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def rates(self) -> Numbers:
+        """Bytes per second, by phase in which this rank's bytes move."""
+        moving = {
+            phase: s for phase, s in self.seconds.items() if phase in ("collect", "write", "load") and s
+        }
+        return {phase: self.bytes / seconds for phase, seconds in moving.items()} if self.bytes else {}
 
 
 class Observer:

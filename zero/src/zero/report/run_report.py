@@ -97,9 +97,7 @@ def _traffic(records: Records) -> Iterator[Figure | Table]:
         note = "Whole buffers of gathers and reductions that this rank takes part in, in a step."
         yield Figure("Collectives, by unit", bars(units, "unit", "bytes per step", "B"), note)
     if rates := records.names("rates"):
-        note = (
-            "Whole buffers and copies, by the time that they were under way: what overlaps computation, too."
-        )
+        note = "Whole buffers of collectives, and copies; once a second, of what was waited for."
         yield Figure("Achieved bandwidth", _lines(records, rates, "bytes per second", "B/s", "rates"), note)
     if moved := records.names("moved"):
         yield Figure("Between tiers", _lines(records, moved, "bytes per step", "B", "moved"))

@@ -111,7 +111,7 @@ def _attach(engine: Engine, sharded: Sharded, optimizer: Optimizer | Sequence[Op
     check_blocks(model, optimizer, config)
     _check_same(sharded, optimizer, param_group_of)
     if before or any(len(ways_of(group.parameters, ways)) > 1 for group in sharded.trainable):
-        stores = Stores(sharded.stores.accelerator, config.offload)
+        stores = Stores(sharded.stores.accelerator, config.offload, sharded.stores.transfers)
         units = regrouped(model, optimizer, config, stores, engine._full_parameters)
         sharded = replace(sharded, stores=stores, units=units)
     stepper = Stepper(

@@ -117,7 +117,7 @@ def initialize(
     meshes = Meshes(groups, grid, partial(apart_of, config=config))
     differing = [*prepared.apart.values(), *(apart_of(name, config) for name, _ in model.named_buffers())]
     meshes.make(communicator.everywhere, differing)
-    stores = Stores(accelerator, config.offload)
+    stores = Stores(accelerator, config.offload, communicator.observation.transfers)
     warn_of_nothing_to_move(config, accelerator.device, communicator.group.rank)
     drafts = draft_and_reserve(prepared, config, communicator, meshes, stores)
     initial_values = InitialValues(model, communicator)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from accelz import Accelerator, Event, Stream, Streams
+from zero.observe.transfers import Transfers
 from zero.ranges import in_range
 
 SLOTS = 2  # host buffers that weights leave from: one fills while the other travels
@@ -48,10 +49,16 @@ class Carrier:
     """Runs copies on side streams.
 
     One stream serves both directions, in the order of issue; another one serves what only the device waits
-    for. moved: where to count bytes, "to host" and "to device".
+    for. moved: where to count bytes, "to host" and "to device". transfers: where to time copies.
     """
 
-    def __init__(self, accelerator: Accelerator, moved: Counter[str] | None = None) -> None:
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        moved: Counter[str] | None = None,
+        transfers: Transfers | None = None,
+    ) -> None:
+        self._transfers = Transfers(accelerator.streams) if transfers is None else transfers
         self._moved = Counter[str]() if moved is None else moved
         self._accelerator = accelerator
         self._streams = accelerator.streams
@@ -73,7 +80,7 @@ class Carrier:
         host = self._accelerator.memory.empty_host(tuple(values.shape), values.dtype)
         self._stream.wait(self._streams.current().record())
         with self._streams.use(self._stream):
-            host.copy_(values, non_blocking=True)
+            self._copy(host, values, "to host")
         self._streams.keep_alive(values, self._stream)
         host_copy = HostCopy(host, self._stream.record())
         self._flying.append(host_copy.event)
@@ -103,11 +110,17 @@ class Carrier:
 
         Copies that `to_host` begins later land later. See `join`.
         """
-        self._moved["to host" if values.device == self._accelerator.device else "to device"] += values.nbytes
+        where = "to host" if values.device == self._accelerator.device else "to device"
+        self._moved[where] += values.nbytes
         self._stream.wait(self._streams.current().record())
         with self._streams.use(self._stream):
-            out.copy_(values, non_blocking=True)
+            self._copy(out, values, where)
         return self._stream.record()
+
+    def _copy(self, out: Tensor, values: Tensor, where: str) -> None:
+        timed = self._transfers.begin(where, values.nbytes)
+        out.copy_(values, non_blocking=True)
+        self._transfers.mark(timed)
 
     @contextmanager
     def beside(self) -> Iterator[SideStreamWork]:

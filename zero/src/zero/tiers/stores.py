@@ -13,6 +13,7 @@ import torch
 import accelz
 from accelz import Accelerator, Kernels
 from zero.config.offload import Offload
+from zero.observe.transfers import Transfers
 from zero.tiers.carrier import Carrier
 from zero.tiers.pipeline import Pipeline
 from zero.tiers.placement import Placement
@@ -33,10 +34,13 @@ class Stores:
     """One for each engine.
 
     host: what the host's tier amounts to: if the device is the host, it is the device's memory, and nothing
-    is there twice.
+    is there twice. transfers: where copies between device and host are timed.
     """
 
-    def __init__(self, accelerator: Accelerator, offload: Offload) -> None:
+    def __init__(
+        self, accelerator: Accelerator, offload: Offload, transfers: Transfers | None = None
+    ) -> None:
+        self.transfers = transfers
         self.accelerator = accelerator
         self.offload = offload
         self.host = ON_HOST.on(accelerator)
@@ -52,7 +56,7 @@ class Stores:
 
     def new_carrier(self) -> Carrier:
         """A carrier with streams of its own."""
-        return Carrier(self.accelerator, self._copied)
+        return Carrier(self.accelerator, self._copied, self.transfers)
 
     def count_move(self, where: str, nbytes: int) -> None:
         """Count what is moved past the carriers; see `moved`."""
@@ -64,6 +68,11 @@ class Stores:
         files = self._swap_files.values()
         read, written = sum(f.bytes_read for f in files), sum(f.bytes_written for f in files)
         return self._copied + Counter({"from disk": read, "to disk": written})
+
+    @property
+    def busy(self) -> Counter[str]:
+        """Nanoseconds in which the disk had something to do so far, "from disk" and "to disk"."""
+        return sum((file.busy for file in self._swap_files.values()), Counter[str]())
 
     @cached_property
     def read_ahead(self) -> ReadAhead:

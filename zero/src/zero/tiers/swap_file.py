@@ -14,8 +14,10 @@ import errno
 import mmap
 import os
 import tempfile
+import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
@@ -41,13 +43,18 @@ class SwapFile:
     """A rank's unnamed file.
 
     folder: where the file is made, with mode 0600; raises OffloadError if that is not possible. bytes_read,
-    bytes_written: moved so far with O_DIRECT. past_cache: whether the file system takes that in our pages.
+    bytes_written: moved so far with O_DIRECT. busy: nanoseconds in which any of them were on their way, "from
+    disk" and "to disk". past_cache: whether the file system takes that in our pages.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.bytes_read = 0
         self.bytes_written = 0
+        self.busy = Counter[str]()
+        self._moving = Counter[str]()  # blocks, by direction
+        self._since: dict[str, int] = {}
+        self._lock = threading.Lock()
         self._end = 0
         self._reserved = 0
         self._places: list[int] = []  # of allocations, ascending
@@ -127,11 +134,25 @@ class SwapFile:
         return Transfer(
             [
                 self._threads.submit(
-                    self._guarded, call, descriptor, place + begin, buffer[begin : begin + TRANSFER_BLOCK]
+                    self._timed, call, descriptor, place + begin, buffer[begin : begin + TRANSFER_BLOCK]
                 )
                 for begin in range(0, buffer.nbytes, TRANSFER_BLOCK)
             ]
         )
+
+    def _timed(self, call: Callable[..., int], descriptor: int, place: int, buffer: memoryview) -> None:
+        where = "from disk" if call is os.preadv else "to disk"
+        with self._lock:
+            if not self._moving[where]:
+                self._since[where] = time.monotonic_ns()
+            self._moving[where] += 1
+        try:
+            self._guarded(call, descriptor, place, buffer)
+        finally:
+            with self._lock:
+                self._moving[where] -= 1
+                if not self._moving[where] and descriptor == self._direct:
+                    self.busy[where] += time.monotonic_ns() - self._since[where]
 
     def _guarded(self, call: Callable[..., int], descriptor: int, place: int, buffer: memoryview) -> None:
         done = 0

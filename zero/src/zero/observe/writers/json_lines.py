@@ -40,7 +40,7 @@ class JsonLines(Observer):
 
     def event(self, event: Event) -> None:
         fields = asdict(event)
-        self._write({"event": fields.pop("kind"), **fields}, event.step + 1)
+        self._write({"event": fields.pop("kind"), **fields, "rates": event.rates}, event.step + 1)
 
     def _write(self, line: dict[str, object], step: int) -> None:
         if self._run is not None:
