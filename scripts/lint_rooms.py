@@ -21,8 +21,8 @@ ROOT = Path(__file__).resolve().parent.parent
 SOURCES = {"zero": ROOT / "zero" / "src", "accelz": ROOT / "accelz" / "src"}
 TABLE = ROOT / "docs" / "architecture.md"
 TOOLS = {"sources", "consolidate"}
-USERS = TOOLS | {"planning", "cli"}
-"""The rooms that may import those of conversion: all others are loaded by a training job."""
+USERS = TOOLS | {"planning", "cli", "export"}
+"""The rooms that may import those of conversion: all others are loaded by a job that only trains."""
 LIGHT = ("zero.files", "zero.sources")
 HEAVY = {"zero.files.dtypes"}
 """All modules of these packages, except these modules, import no torch, and nothing that does."""

@@ -12,7 +12,7 @@ from torch import nn
 from accelz.conformance.cluster import Clusters
 from tests.frameworks import peft_runs as runs
 from tests.frameworks.jobs import assert_same_log, furthest
-from zero.integrations.transformers import _added
+from zero.export import added
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -55,4 +55,4 @@ def test_a_model_that_tells_of_no_embeddings_has_its_adapter_saved(answer: Any) 
     model: Any = peft.get_peft_model(plain, peft.LoraConfig(target_modules=["0"], r=1))
     if answer is not None:
         model.get_output_embeddings = answer
-    assert _added(model) == [f"base_model.model.0.lora_{side}.default.weight" for side in "AB"]
+    assert added(model) == [f"base_model.model.0.lora_{side}.default.weight" for side in "AB"]

@@ -512,6 +512,31 @@ class Engine:
                 self._boundary.begin_load,
             )
 
+    def save_pretrained(
+        self,
+        folder: str | Path,
+        *,
+        dtype: torch.dtype | None = None,
+        max_shard_size: int = 5_000_000_000,
+    ) -> None:
+        """Write the whole weights to `folder` as transformers' `from_pretrained` reads them. Collective.
+
+        The first rank writes, and has one unit whole at a time. With the weights are config.json and whatever
+        else a model of transformers writes; of a model of PEFT, its adapters are written and not its base.
+        Other files in `folder` stay, and other weights there are replaced in the end. dtype: of floating
+        point values, cast from the fp32 masters; None for each weight's own. max_shard_size: bytes of a file.
+
+        Raises, on every rank and leaving nothing behind, CheckpointError if writing fails, and UsageError for
+        parameters that differ by rank, are DTensors or packed.
+        """
+        from zero import export  # what it imports, no training needs
+
+        self._integrity.check_complete()
+        self._check_model()
+        self._integrity.check_refreshed()
+        request = export.Request(as_path(folder), dtype, max_shard_size, self._checkpoints.storage)
+        export.save(self.module, self._full_parameters, request, partial(self.state_dict, dtype is not None))
+
     def wait_for_checkpoint(self) -> None:
         """Wait until a save in the background is complete; raises its error."""
         self._checkpoints.wait()

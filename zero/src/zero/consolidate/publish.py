@@ -37,16 +37,18 @@ _ENTRIES = (".index.json", MANIFEST, LATEST_UNIVERSAL)
 class Staging:
     """The directory that is to become `out`.
 
+    among_others: `out` may hold anything besides, which stays; if that is directories, files move one by one.
     Raises UsageError if `out` has no name, CheckpointError if something is in the way, and OSError.
     """
 
-    def __init__(self, storage: Storage, out: Path, overwrite: bool) -> None:
+    def __init__(self, storage: Storage, out: Path, overwrite: bool, among_others: bool = False) -> None:
         self._storage = storage
         self.out = Path(os.path.abspath(as_path(out)))  # keeps symbolic links
         if not self.out.name or "\0" in self.out.name:
             raise UsageError(f"{str(out)!r} cannot be written to: name a directory, e.g. 'weights'")
         self.path = hidden(self.out, "weights")
         self._overwrite = overwrite
+        self._among_others = among_others
         self._plan = b""
         self._moving = False
         self._lock: Lock | None = None
@@ -81,8 +83,7 @@ class Staging:
         storage = self._storage
         if not self._moving:
             storage.remove(self.path / PLAN)
-            self._keep_others()
-            if not self._take_name():
+            if self._holds_directories() or not self._take_name():
                 write_whole(storage, self.path / MOVING, self._plan)
                 storage.sync_directory(self.path)
                 self._moving = True
@@ -90,16 +91,23 @@ class Staging:
             self._move_in()
         storage.sync_directory(self.out.parent)
 
+    def _holds_directories(self) -> bool:
+        storage = self._storage
+        names = storage.names(self.out) if storage.exists(self.out) else ()
+        return any(storage.is_directory(self.out / name) for name in names)
+
     def _keep_others(self) -> None:
         storage = self._storage
+        new = storage.names(self.path)
         for name in storage.names(self.out) if storage.exists(self.out) else ():
-            if not _OURS.fullmatch(name):
+            if not _OURS.fullmatch(name) and name not in new:
                 storage.link(self.out / name, self.path / name)
         storage.sync_directory(self.path)
 
     def _take_name(self) -> bool:
         """Returns False, with all as before, where directories cannot be renamed."""
         storage, old = self._storage, hidden(self.out, "replaced")
+        self._keep_others()
         if not storage.exists(self.out) or not storage.names(self.out):
             return in_place.rename(storage, self.path, self.out)
         if storage.exchange(self.path, self.out):
@@ -186,7 +194,7 @@ class Staging:
                 "(--overwrite) to replace it"
             )
         others = [n for n in names if storage.is_directory(out / n) or n in (MANIFEST, LATEST)]
-        if others:
+        if others and not self._among_others:
             raise CheckpointError(
                 f"{out} is not a model directory: it holds {others[0]!r}; choose another name"
             )

@@ -128,7 +128,7 @@ def publish(
     """Carry out a plan. complete: called with the directory before it gets its name, to add files to it."""
     limit = chunk_bytes(options.memory, options.workers)
     job = _Job(source, plan, Converter(plan, source.tensors), storage, options.workers, limit, progress)
-    with _translated(out, plan):
+    with translated(out, sum(file.nbytes for file in plan.files)):
         staging = Staging(storage, out, options.overwrite)
         staging.begin(_fingerprint(source, plan))
         try:
@@ -268,13 +268,13 @@ def _fingerprint(source: Source, plan: OutputPlan) -> bytes:
 
 
 @contextmanager
-def _translated(out: Path, plan: OutputPlan) -> Iterator[None]:
-    """Turn the operating system's errors into CheckpointError."""
+def translated(out: Path, nbytes: int = 0) -> Iterator[None]:
+    """Turn the operating system's errors into CheckpointError. nbytes: needed on the disk, if known."""
     try:
         yield
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        needed = f": {sum(file.nbytes for file in plan.files):,} bytes are needed" if full else ""
+        needed = f": {nbytes:,} bytes are needed" if full and nbytes else ""
         raise CheckpointError(
             f"{out} could not be written: {error}{needed}; nothing was left behind"
         ) from error

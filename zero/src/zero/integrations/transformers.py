@@ -11,8 +11,7 @@ DistributedDataParallel; a checkpoint's folder has an engine's checkpoint in pla
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
-from glob import escape
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 from zero.config.training import Config
 from zero.engine import Engine
 from zero.errors import CheckpointError, ConfigError
+from zero.export import has_adapter
 from zero.integrations.accelerate import Accelerator
 from zero.integrations.auto_values import config_of
 from zero.integrations.trl import Following, is_sharded, teach_gathering
@@ -106,12 +106,13 @@ class TrainerMixin:
     # -- saving (collective: Trainer calls these on every rank) ----------------------------------------
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        called = _called(self.model)
-        if self.engine is not None and state_dict is None and not called:
-            state_dict = self.engine.state_dict(include=_added(self.model))
-        # PEFT also asks the model for its names, which needs a block.
-        with nullcontext() if self.engine is None else gathered(called):
+        if self.engine is None or state_dict is not None:
             super()._save(output_dir, state_dict)  # type: ignore[misc]
+            return
+        folder = Path(self.args.output_dir if output_dir is None else output_dir)
+        with _without_weights(self.model):
+            super()._save(str(folder), {})  # type: ignore[misc]
+        self.engine.save_pretrained(folder)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if self.engine is None:
@@ -120,7 +121,7 @@ class TrainerMixin:
         self.engine.save_checkpoint(
             Path(output_dir) / _FOLDER,
             {"scheduler": self.lr_scheduler},
-            trainable_only=_has_adapter(self.model),
+            trainable_only=has_adapter(self.model),
         )
 
     # -- loading ---------------------------------------------------------------------------------------
@@ -185,36 +186,11 @@ class _Stopping(transformers.TrainerCallback):
         self._callback.on_train_end(*args, **kwargs)
 
 
-def _has_adapter(model: nn.Module) -> bool:
-    """Whether this is a model of PEFT, which is saved without its base."""
-    return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
-
-
-def _called(model: Any) -> list[nn.Parameter]:
-    """The parameters of what PEFT calls as it saves: to compute prompts, modules, which need all units."""
-    prompts = _has_adapter(model) and any(each.is_prompt_learning for each in model.peft_config.values())
-    return list(model.parameters()) if prompts else []
-
-
-def _added(model: Any) -> list[str] | None:
-    """Names of what PEFT may save: what is trained, all adapters, and embeddings, which it takes where they
-    were resized; None for a model without adapters."""
-    if not _has_adapter(model):
-        return None
-    own = {parameter for module in _embeddings(model) for parameter in module.parameters()}
-    adapters = [f".{name}." for name in model.peft_config]
-    return [
-        escape(name)
-        for name, tensor in (*model.named_parameters(), *model.named_buffers())
-        if tensor.requires_grad or tensor in own or any(adapter in f"{name}." for adapter in adapters)
-    ]
-
-
-def _embeddings(model: Any) -> Iterator[nn.Module]:
-    """The embeddings that a model tells of: a plain module tells of none, and neither do some of
-    transformers' models."""
-    for name in ("get_input_embeddings", "get_output_embeddings"):
-        with suppress(NotImplementedError):
-            module = getattr(model, name, lambda: None)()
-            if module is not None:
-                yield module
+@contextmanager
+def _without_weights(model: Any) -> Iterator[None]:
+    """In the block, the model saves nothing: only the Trainer's own files are written."""
+    model.save_pretrained = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        del model.save_pretrained

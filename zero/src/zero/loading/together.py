@@ -10,13 +10,15 @@ from zero.loading.problems import error_of, problem_of
 
 
 class Together:
-    """Runs an action on every rank; if it fails on one, all raise. what: what it loads, for messages.
-    everywhere: on all ranks of the job, rather than on those of the engine."""
+    """Runs an action on every rank; if it fails on one, all raise. what: what it is about, for messages.
+    everywhere: on all ranks of the job, rather than on those of the engine. doing: "load" or "save"."""
 
-    def __init__(self, communicator: Communicator, what: str, everywhere: bool = False) -> None:
+    def __init__(
+        self, communicator: Communicator, what: str, everywhere: bool = False, doing: str = "load"
+    ) -> None:
         self._rank = communicator.grid.name(communicator.whole.rank)
         self._gather = communicator.everywhere if everywhere else communicator.all_gather_object
-        self._what = what
+        self._what = f"{doing} {what}"
 
     def __call__(self, action: Callable[[], Any]) -> list[Any]:
         """Run `action` and return every rank's result, a JSON value, by rank. Collective."""
@@ -25,7 +27,7 @@ class Together:
             mine = {"value": action()}
         except Exception as error:
             cause = error
-            mine = {"problem": problem_of(error, f"rank {self._rank} could not load {self._what}")}
+            mine = {"problem": problem_of(error, f"rank {self._rank} could not {self._what}")}
         try:
             results = self._gather(mine)
             for result in results:
