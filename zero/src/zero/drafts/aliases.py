@@ -28,7 +28,7 @@ from zero.drafts.holders import Holders
 from zero.drafts.reached import reached
 from zero.drafts.spans import Spans, span_of
 from zero.errors import ModelError, some
-from zero.sharding.distributed import is_distributed
+from zero.sharding.distributed import local_of
 from zero.tiers.apart import apart
 from zero.warning import warn
 
@@ -84,7 +84,7 @@ def _shared_memories(model: nn.Module) -> dict[int, _Memory]:
     for name, parameter in model.named_parameters():
         if deferred_init.is_deferred(parameter) or parameter.is_meta or parameter.numel() == 0:
             continue
-        if is_distributed(parameter):  # it has no memory itself, and its local tensor is its own
+        if local_of(parameter) is not parameter:  # it has no memory itself, and the tensor inside is its own
             continue
         memory = memories.setdefault(_storage_of(parameter), _Memory())
         memory.users = _uses(parameter) - _uses_of_one() - len(memory.parameters)

@@ -23,7 +23,13 @@ from zero.drafts.spans import span_of
 from zero.errors import ConfigError, ModelError, some
 from zero.optimizer.joint import kinds_of_groups, members
 from zero.optimizer.stepping import of_param_groups
-from zero.sharding.distributed import divided_along, is_distributed, local_of, ranks_of
+from zero.sharding.distributed import (
+    divided_along,
+    is_distributed,
+    local_of,
+    ranks_of,
+    trained_inside,
+)
 from zero.sharding.forms import (
     as_parameter,
     descriptions,
@@ -159,15 +165,16 @@ def check_movable(model: nn.Module, device: torch.device) -> None:
     nothing.
     """
     there = torch.empty(0, device=device)
-    for parameter, leaves in inner_leaves(model).items():
-        if is_apart(parameter, leaves) and parameter.device.type != device.type:
+    apart = [parameter for parameter, leaves in inner_leaves(model).items() if is_apart(parameter, leaves)]
+    for parameter in (*apart, *(p for p in model.parameters() if trained_inside(p) is not None)):
+        if parameter.device.type != device.type:
             raise ModelError(
                 f"a parameter of class {type(parameter).__name__} is on {parameter.device}, and only its own "
                 f"class can move it: call model.to({device.type!r}) before zero.initialize"
             )
     for name, leaf in named_leaves(model):
         parameter = local_of(leaf)
-        if parameter is not leaf and parameter.device.type != device.type:
+        if is_distributed(leaf) and parameter.device.type != device.type:
             raise ModelError(
                 f"parameter {name!r} is a DTensor on {parameter.device}: use a mesh of {device.type!r}"
             )
@@ -217,7 +224,7 @@ def check_compilable(model: nn.Module, config: Config) -> None:
     """Raise ModelError if the model is to be compiled, and a parameter has leaves other than itself."""
     inner = inner_leaves(model) if config.compile is not None else {}
     for name, parameter in model.named_parameters() if config.compile is not None else ():
-        if parameter in inner:
+        if parameter in inner or trained_inside(parameter) is not None:
             raise ModelError(
                 f"parameter {name!r} is a {type(parameter).__name__}, whose inner tensors the engine's "
                 "compiler does not see: leave Config(compile=...) out"

@@ -15,7 +15,7 @@ from zero.optimizer.checks import check_optimizer
 from zero.optimizer.joint import joint, members
 from zero.optimizer.stepping import Stepping, steppings
 from zero.sharding.autocast import cast_before_use
-from zero.sharding.distributed import divided_along, is_distributed
+from zero.sharding.distributed import divided_along, is_distributed, local_of
 from zero.sharding.exact import exact_parameters
 from zero.sharding.local import local_parameters
 from zero.sharding.units import UnitPlan, find_units
@@ -66,7 +66,8 @@ def prepare(
         plans = split_by_use(plans)
     exact = exact_parameters(model, config)
     distributed = {p: frozenset(divided_along(p)) for p in model.parameters() if is_distributed(p)}
-    castable = cast_before_use(model, config) - exact - distributed.keys()
+    around = {p for p in model.parameters() if local_of(p) is not p}
+    castable = cast_before_use(model, config) - exact - around
     optimizer = joint(optimizer)
     param_group_of = check_optimizer(optimizer, model, config)
     check_offload(model, optimizer, config)

@@ -21,6 +21,7 @@ from zero.sharding import layout
 from zero.sharding.distributed import local_of
 from zero.sharding.gather_format import GatherOptions
 from zero.sharding.layout import ParameterSpec
+from zero.sharding.own_codes import code_dtype
 from zero.sharding.units import UnitPlan
 from zero.tiers.placement import Placement, PlacementRequest, Placer
 from zero.tiers.stores import Stores
@@ -93,15 +94,19 @@ class _Ways:
     quant_dtype: dtype that matrices are rounded to, in blocks with one scale each; None for no rounding.
     Vectors are never rounded: most are shorter than a block, and a norm's weights do not tolerate it.
     castable: parameters that autocast casts before each use, which may be cast before they are gathered.
-    exact: parameters that are never converted.
+    exact: parameters that are never converted. gathered: whether any is gathered for a forward.
     """
 
     quant_dtype: torch.dtype | None = None
     castable: Collection[nn.Parameter] = ()
     exact: Collection[nn.Parameter] = ()
+    gathered: bool = True
 
     def of(self, parameter: nn.Parameter, dtype: torch.dtype, alone: bool) -> GatherOptions:
         """alone: whether the parameter is on one rank only, and travels to no other."""
+        own = None if alone or not self.gathered else code_dtype(parameter)
+        if own is not None:
+            return GatherOptions(own, own=True)
         coded = (
             not alone
             and parameter.is_floating_point()
@@ -112,7 +117,7 @@ class _Ways:
         return GatherOptions(self.quant_dtype if coded else None, narrows)
 
 
-_EXACT = _Ways()
+_EXACT = _Ways(gathered=False)
 """For units that every rank keeps whole, which no forward gathers."""
 
 

@@ -48,7 +48,8 @@ class PlannedGroup:
 
     numel, shard_numel: of the whole buffer, and of a rank's slice.
     dtype: of the parameters. given: theirs before `zero.initialize`, where that is wider. gathered: the one
-        they are computed in. coded: whether they travel in 8 bits.
+        they are computed in. coded: whether they travel in 8 bits. own_codes: whether they are computed with
+        in 8 bits, too.
     resident: whether the whole buffer stays.
     reduced: dtype of the whole buffer of gradients. sent: the one they travel in. slice: that of their
         reduced sum.
@@ -69,6 +70,7 @@ class PlannedGroup:
     given: torch.dtype
     gathered: torch.dtype
     coded: bool
+    own_codes: bool
     trainable: bool
     resident: bool
     reduced: torch.dtype
@@ -91,7 +93,7 @@ class PlannedGroup:
     @property
     def whole_bytes(self) -> int:
         """Bytes of the buffer that is computed with."""
-        return self.numel * self.gathered.itemsize
+        return self.numel * (1 if self.own_codes else self.gathered.itemsize)
 
     @property
     def own_bytes(self) -> int:
@@ -246,7 +248,8 @@ class UnitPlanner:
             dtype=kind.dtype,
             given=given if kind.trainable and given.itemsize > kind.dtype.itemsize else kind.dtype,
             gathered=gathered,
-            coded=fmt.quant_dtype is not None,
+            coded=fmt.quant_dtype is not None and not kind.gather_options.own,
+            own_codes=fmt.quant_dtype is not None and kind.gather_options.own,
             trainable=kind.trainable,
             resident=resident,
             reduced=reduced,

@@ -4,7 +4,8 @@ Modules, lowest first:
 
 lifetime                who holds whom: weak references to the model, and upwards
 layout, gather_format   where parameters sit in a buffer, arithmetic only; in what it is gathered
-distributed, forms      DTensors and their blocks; which plain tensors hold a parameter's values
+distributed, forms      which tensor inside is trained, as of a DTensor; which plain tensors hold the values
+own_codes               weights that make codes of themselves, to be gathered and computed with
 parts                   several parts of a model as one
 guard, alterations      what a parameter is while it has no values; changes to it that bypass the engine
 stand_in                what `param.grad` is between backward and step

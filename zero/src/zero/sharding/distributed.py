@@ -1,7 +1,8 @@
-"""Parameters that are DTensors over dimensions that the engine does not shard over: their local tensors.
+"""Parameters that are trained in a tensor inside them, which is what lies in the flat buffer.
 
-A rank's engine knows its own block of such a parameter, the local tensor, which is what lies in the flat
-buffer. The parameter around it keeps its identity, its global shape and its placements.
+Of a DTensor over dimensions that the engine does not shard over, that is its local tensor: this rank's block.
+Of a wrapper around one tensor of its own shape and dtype, as torchao's for training in 8 bits are, it is that
+tensor. The parameter around it keeps its identity, its shape and, of a DTensor, its placements.
 """
 
 from __future__ import annotations
@@ -13,9 +14,13 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from accelz import HOST
 from zero.files.boxes import Region, Run
+
+INNER_ATTRIBUTE = "_zero_inner"
+"""Key in the __dict__ of an engine's trained wrapper of the name of the tensor inside, and the tensor."""
 
 
 def is_distributed(tensor: Any) -> bool:
@@ -25,8 +30,30 @@ def is_distributed(tensor: Any) -> bool:
 
 
 def local_of(parameter: nn.Parameter) -> nn.Parameter:
-    """The tensor that has a parameter's values on this rank: itself, unless it is a DTensor."""
-    return cast(Any, parameter)._local_tensor if is_distributed(parameter) else parameter
+    """The tensor that has a parameter's values on this rank: itself, or one inside."""
+    if is_distributed(parameter):
+        return cast(Any, parameter)._local_tensor  # type: ignore[no-any-return]
+    inner = trained_inside(parameter)
+    return parameter if inner is None else inner[1]
+
+
+def trained_inside(parameter: nn.Parameter) -> tuple[str, nn.Parameter] | None:
+    """The one tensor that a trained wrapper has all its values in, and its name there; None for others."""
+    known: tuple[str, nn.Parameter] | None = parameter.__dict__.get(INNER_ATTRIBUTE)
+    if known is not None or type(parameter) is nn.Parameter or not parameter.requires_grad:
+        return known
+    if is_distributed(parameter) or not is_traceable_wrapper_subclass(parameter):
+        return None
+    given: Any = parameter
+    names = given.__tensor_flatten__()[0]
+    inner = getattr(given, names[0])
+    plain = len(names) == 1 and type(inner) in (Tensor, nn.Parameter) and inner.is_floating_point()
+    alike = plain and _form(inner) == _form(given)
+    return (names[0], inner) if alike else None
+
+
+def _form(tensor: Tensor) -> tuple[Any, ...]:
+    return tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
 def divided_along(parameter: nn.Parameter) -> tuple[str, ...]:
@@ -117,15 +144,21 @@ def _split(parameter: Any, whole: Tensor, dims: Collection[int]) -> Tensor:
 
 
 def follow_local(parameter: nn.Parameter) -> None:
-    """Let a DTensor have the dtype and the storage offset that its local tensor has got; it keeps its
+    """Let a parameter have the dtype and the storage offset that its local tensor has got; it keeps its
     identity and its hooks."""
-    given: Any = parameter
-    if not is_distributed(parameter):
+    local = local_of(parameter)
+    if local is parameter:
         return
-    module, local = sys.modules["torch.distributed.tensor"], given._local_tensor
-    made = module.DTensor(local, _spec(given, local.dtype), requires_grad=False)
+    given, is_block = cast(Any, parameter), is_distributed(parameter)
+    if is_block:
+        module = sys.modules["torch.distributed.tensor"]
+        made = module.DTensor(local, _spec(given, local.dtype), requires_grad=False)
+    else:
+        (name,), context = given.__tensor_flatten__()
+        made = type(given).__tensor_unflatten__({name: local}, context, given.shape, given.stride())
     twin: Any = nn.Parameter(made, requires_grad=parameter.requires_grad)
-    twin._local_tensor = local
+    if is_block:
+        twin._local_tensor = local
     twin.__dict__.update(parameter.__dict__)
     hooks, accumulated = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
     del made

@@ -34,6 +34,7 @@ from zero.sharding.binding import Binding
 from zero.sharding.distributed import follow_local, local_of
 from zero.sharding.gather_format import EXACT, GatherFormat, GatherOptions
 from zero.sharding.layout import ParameterSpec
+from zero.sharding.own_codes import OwnCodes
 from zero.sharding.shard_source import ShardSource
 from zero.sharding.sub_group import SubGroup, sub_groups
 from zero.tiers.carrier import SideStreamWork
@@ -95,6 +96,7 @@ class FlatGroup:
         self._converted: dict[GatherFormat, FlatBuffer] = {}
         self._travelling: dict[GatherFormat, Quantised] = {}
         self._private: FlatBuffer | None = None
+        self._codes = OwnCodes(self.parameters) if gather_options.own else None
         # Masters start from the values as given, not from their 16-bit rounding.
         wide = self.trainable and any(p.dtype.itemsize > dtype.itemsize for p in local)
         self.home: FlatBuffer = self._accelerator.flat_buffers.flatten(
@@ -268,14 +270,17 @@ class FlatGroup:
         if fmt == EXACT:
             return self.home
         if fmt not in self._converted:
-            dtype = fmt.dtype or self.dtype
+            dtype = self.gather_options.buffer_dtype(fmt, self.dtype)
             with lasting():
                 self._converted[fmt] = self._accelerator.flat_buffers.empty_like(self.home, dtype)
         return self._converted[fmt]
 
     def nbytes(self, fmt: GatherFormat) -> int:
         """Return the bytes of the buffer to gather into."""
-        return self.layout.numel * (self.gather_format(fmt).dtype or self.dtype).itemsize
+        return self._nbytes(self.gather_format(fmt))
+
+    def _nbytes(self, fmt: GatherFormat) -> int:
+        return self.layout.numel * self.gather_options.buffer_dtype(fmt, self.dtype).itemsize
 
     def release(self, fmt: GatherFormat) -> None:
         """Drop the bytes of `buffer(fmt)`, if it was ever made: memory may have run out before."""
@@ -302,7 +307,7 @@ class FlatGroup:
         near = self.source.resting
         begun: list[Pending] = []
         if near is not None:
-            for whole, mine in self._put(room, near):
+            for whole, mine in self._put(room, near, communicator):
                 begun.append(communicator.all_gather(self.unit, whole, mine, ranks))
             return begun
         with self._stores.carrier.beside() as work:
@@ -315,10 +320,12 @@ class FlatGroup:
         if self._travelling and (fmt := self.gather_format(fmt)) in self._travelling:
             self._travelling[fmt].unpack(self._accelerator.kernels, self._materialized(fmt).data)
             del self._travelling[fmt]
+        if self._codes is not None and self.binding.buffer is self._converted.get(self.gather_format(fmt)):
+            self._codes.show(self.dtype)  # which are others since they were bound
 
     def _opened(self, fmt: GatherFormat) -> FlatBuffer | Quantised:
         """Make room for what travels: the whole buffer, or codes that `finish_gather` unpacks."""
-        if fmt.quant_dtype is None:
+        if fmt.quant_dtype is None or self._codes is not None:
             return self._materialized(fmt)
         numel = self.layout.numel
         make = partial(Quantised, numel, fmt.quant_dtype, self._accelerator.device)
@@ -332,21 +339,25 @@ class FlatGroup:
             buffer.materialize()
             return buffer
 
-        nbytes = self.layout.numel * (fmt.dtype or self.dtype).itemsize
-        return allocate(self._stores, "to gather", self.unit, nbytes, materialized)
+        return allocate(self._stores, "to gather", self.unit, self._nbytes(fmt), materialized)
 
     def _put_from_away(self, room: FlatBuffer | Quantised, communicator: Communicator) -> Sequence[Sent]:
         """Do as `_put` with a shard that is on the host or on disk."""
         postponing = communicator.postponing_disk_errors() if communicator.in_pass else nullcontext()
         away = self.source.in_memory() if room is self.home else self.source.on_device()
         with postponing, away as shard:
-            return self._put(room, shard)
+            return self._put(room, shard, communicator)
         return self._sent(room)  # with whatever values there are: the disk has failed
 
-    def _put(self, room: FlatBuffer | Quantised, shard: Tensor) -> Sequence[Sent]:
+    def _put(self, room: FlatBuffer | Quantised, shard: Tensor, communicator: Communicator) -> Sequence[Sent]:
         """Put this rank's values in `room`; return what to gather."""
         if isinstance(room, Quantised):
             room.put(self._accelerator.kernels, self.window, shard)
+        elif self._codes is not None and room is not self.home:
+            reduce = partial(self._largest, communicator)
+            self._codes.put(room.data[self.window], self.pieces, shard, reduce)
+            sent = room.data.view(torch.uint8)
+            return [(sent, sent[self.window])] if self.shards > 1 else ()
         elif room is not self.home:
             self._accelerator.kernels.scale_cast(room.data[self.window], shard)
         elif shard.device == room.data.device and self.shards > 1 and not isinstance(self.shard, Section):
@@ -355,6 +366,10 @@ class FlatGroup:
             room.data[self.window].copy_(shard, non_blocking=True)
         return self._sent(room)
 
+    def _largest(self, communicator: Communicator, numbers: Tensor) -> None:
+        if self.shards > 1:
+            communicator.all_reduce(self.unit, numbers, self.mesh.shards, "max").wait()
+
     def _sent(self, room: FlatBuffer | Quantised) -> Sequence[Sent]:
         if isinstance(room, Quantised):
             return room.sent(self.window)
@@ -362,7 +377,12 @@ class FlatGroup:
 
     def bind(self, fmt: GatherFormat) -> None:
         """Make the parameters views of the buffer that `fmt` is gathered in, or of their private copy."""
-        self.binding.bind(self._readable(fmt))
+        buffer = self._readable(fmt)
+        if self._codes is not None:
+            self._codes.hide()
+        self.binding.bind(buffer)
+        if self._codes is not None and buffer is self._converted.get(self.gather_format(fmt)):
+            self._codes.show(self.dtype)
 
     def values(self, fmt: GatherFormat) -> tuple[Tensor, ...]:
         """Return the views that `bind` would make the parameters, in their order."""

@@ -21,7 +21,14 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zero.errors import ModelError, UsageError
-from zero.sharding.distributed import described, divided_along, is_distributed, local_of
+from zero.sharding.distributed import (
+    INNER_ATTRIBUTE,
+    described,
+    divided_along,
+    is_distributed,
+    local_of,
+    trained_inside,
+)
 
 Leaves = Mapping[str, Tensor]
 """The tensors that hold a parameter's values, by what follows its name and a dot; "" for itself."""
@@ -100,13 +107,18 @@ def as_parameter(leaf: Tensor) -> nn.Parameter:
 
 
 def adopt(model: nn.Module) -> None:
-    """Note the leaves of the model's parameters, and other tensors over their memory.
+    """Note the leaves of the model's parameters, what they are trained in, and other tensors over their
+    memory.
 
     bitsandbytes' 8-bit layers compute with such a twin of their packed weight, and give the weight its memory
     after each forward.
     """
     for packed, leaves in inner_leaves(model).items():
         packed.__dict__ |= {LEAVES_ATTRIBUTE: leaves, _DESCRIPTION_ATTRIBUTE: _described(packed)}
+    for trained in model.parameters():
+        inner = trained_inside(trained)
+        if inner is not None:
+            trained.__dict__[INNER_ATTRIBUTE] = inner
     for module in model.modules():
         for parameter in module._parameters.values():
             own = {} if parameter is None else parameter.__dict__
@@ -128,6 +140,8 @@ def _leaves_of(module: nn.Module, parameter: nn.Parameter) -> Leaves | None:
     known: Leaves | None = parameter.__dict__.get(LEAVES_ATTRIBUTE)
     if known is not None:
         return known
+    if trained_inside(parameter) is not None:
+        return None
     if is_distributed(parameter) and not is_traceable_wrapper_subclass(local_of(parameter)):
         return None
     found = _known_form(type(parameter))

@@ -32,14 +32,22 @@ class GatherOptions(NamedTuple):
     """What a group's values may be converted to on their way.
 
     quant_dtype: the 8-bit dtype that they may be rounded to; None keeps them exact. narrows: whether autocast
-    casts them before each use, so that they may be cast before they travel.
+    casts them before each use, so that they may be cast before they travel. own: whether they are computed
+    with as codes of `quant_dtype`, which they make themselves (see `own_codes`).
     """
 
     quant_dtype: torch.dtype | None = None
     narrows: bool = False
+    own: bool = False
 
     def gather_format(self, fmt: GatherFormat, dtype: torch.dtype) -> GatherFormat:
         """Return what of a unit's format applies to a group in `dtype`; applied again, it stays the same."""
         narrow = dtype is torch.float32 and (self.narrows or fmt.all)
         to = fmt.dtype if narrow else None
+        if self.own and fmt.quant_dtype:
+            return GatherFormat(quant_dtype=self.quant_dtype)
         return GatherFormat(to, fmt.quant_dtype and self.quant_dtype, all=to is not None)
+
+    def buffer_dtype(self, fmt: GatherFormat, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of the buffer that a group in `dtype` is computed with in one of its formats."""
+        return fmt.quant_dtype if self.own and fmt.quant_dtype else fmt.dtype or dtype
