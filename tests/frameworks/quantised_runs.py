@@ -126,6 +126,7 @@ def trained(context: Context, kinds: list[str], folder: str, **settings: Any) ->
     """Train each on its own, and save it."""
     found: dict[str, dict[str, Any]] = {}
     for kind in kinds:
+        torch.compiler.reset()  # each has the same code, of which there may be few graphs
         model, before = built(kind, seed=context.rank), bits(built(kind))
         optimizer = adapters(model)
         engine = zero.initialize(model, optimizer, zero.Config(timeout=30, **settings))

@@ -89,7 +89,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "stage 3": {},
     "stage 2": {"stage": 2},
     "host": {"offload": zero.Offload(params="host", optimizer="host")},
-    "accumulating": {"accumulate": "local"},
+    "compiled": {"compile": zero.Compile(inner="aot_eager")},
 }
 
 
@@ -170,10 +170,3 @@ def test_in_16_bits_they_have_codes_of_the_16_bit_weights(cluster: Clusters) -> 
     for alone, sharded, kinds in cluster(2).run(narrow_body):
         assert alone == sharded
         assert set(kinds) == {torch.bfloat16}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_compiling_them_is_refused(kind: str) -> None:
-    model = built(kind)
-    with pytest.raises(zero.ModelError, match=r"'0\.linear\.weight' is a .* leave Config\(compile=...\) out"):
-        zero.initialize(model, adamw(model), zero.Config(compile=zero.Compile(inner="aot_eager")))

@@ -22,6 +22,7 @@ def wheres(folder: Path) -> dict[str, dict[str, Any]]:
         "stage 3": {"stage": 3},
         "host": {"offload": zero.Offload(params="host", optimizer="host")},
         "disk": {"offload": zero.Offload(params="disk", optimizer="disk", path=folder)},
+        "compiled": {"compile": zero.Compile(inner="aot_eager")},
         "bf16, coded": {"precision": "bf16", "gather_dtype": "int8"},
     }
 

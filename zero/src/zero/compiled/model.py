@@ -24,8 +24,9 @@ from zero.compiled.inductor import Telling
 from zero.compiled.persistence import Persistence
 from zero.compiled.runtime import Runtime
 from zero.compiled.saved import hooks_spare_parameters
-from zero.errors import UsageError, ZeroError
+from zero.errors import UsageError, ZeroError, some
 from zero.sharding.distributed import follow_local
+from zero.sharding.forms import with_tensors_inside
 from zero.sharding.lifetime import ModelRef
 from zero.sharding.sharded_unit import Keep
 from zero.sharding.tensors import iter_tensors
@@ -73,6 +74,11 @@ class CompiledModel:
         self._units_wait = False  # to be compiled, for the backward of a forward that ran without
         # What Module.compile() sets: calls of the module come here. Who compiles them is compiled around it.
         module._compiled_call_impl = torch.compiler.disable(self)
+        inside = with_tensors_inside(module)
+        if inside:
+            self._why = _INSIDE.format(some(inside))
+            self._is_one_graph = False
+            self._compile_units()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self._pass.gradients_aside():
@@ -186,6 +192,9 @@ _HOOKS = (
     "a parameter has hooks (register_hook, register_post_accumulate_grad_hook), which gradients in a "
     "compiled graph never reach: remove the hooks, or remove zero.Config(compile=...)"
 )
+
+
+_INSIDE = "parameters have their values in tensors inside them, which one graph could not gather: {}"
 
 
 def _has_hooks(parameter: nn.Parameter) -> bool:

@@ -220,17 +220,6 @@ def check_distributed(model: nn.Module, data: Collection[int], dims: Collection[
             raise ModelError(f"parameter {name!r} is a DTensor of partial sums: redistribute it first")
 
 
-def check_compilable(model: nn.Module, config: Config) -> None:
-    """Raise ModelError if the model is to be compiled, and a parameter has leaves other than itself."""
-    inner = inner_leaves(model) if config.compile is not None else {}
-    for name, parameter in model.named_parameters() if config.compile is not None else ():
-        if parameter in inner or trained_inside(parameter) is not None:
-            raise ModelError(
-                f"parameter {name!r} is a {type(parameter).__name__}, whose inner tensors the engine's "
-                "compiler does not see: leave Config(compile=...) out"
-            )
-
-
 def _is_in_graph(parameter: nn.Parameter) -> bool:
     """Return whether C++ code holds the parameter, other than the node that accumulates its gradient."""
 

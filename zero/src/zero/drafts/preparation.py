@@ -17,6 +17,7 @@ from zero.optimizer.stepping import Stepping, steppings
 from zero.sharding.autocast import cast_before_use
 from zero.sharding.distributed import divided_along, is_distributed, local_of
 from zero.sharding.exact import exact_parameters
+from zero.sharding.forms import with_tensors_inside
 from zero.sharding.local import local_parameters
 from zero.sharding.units import UnitPlan, find_units
 from zero.sharding.units_by_use import split_by_use
@@ -62,7 +63,8 @@ def prepare(
     there is one. Warnings name the line that called this function's caller.
     """
     plans = find_units(model, config.units, config.persistent_below)
-    if for_graphs and config.compile is not None and config.stage == 3:
+    in_graphs = for_graphs and config.compile is not None and not with_tensors_inside(model)
+    if in_graphs and config.stage == 3:
         plans = split_by_use(plans)
     exact = exact_parameters(model, config)
     distributed = {p: frozenset(divided_along(p)) for p in model.parameters() if is_distributed(p)}

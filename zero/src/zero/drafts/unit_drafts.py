@@ -94,17 +94,18 @@ class _Ways:
     quant_dtype: dtype that matrices are rounded to, in blocks with one scale each; None for no rounding.
     Vectors are never rounded: most are shorter than a block, and a norm's weights do not tolerate it.
     castable: parameters that autocast casts before each use, which may be cast before they are gathered.
-    exact: parameters that are never converted. gathered: whether any is gathered for a forward.
+    exact: parameters that are never converted. own_codes: whether those that make codes of themselves do:
+    torch's compiler does not see into these.
     """
 
     quant_dtype: torch.dtype | None = None
     castable: Collection[nn.Parameter] = ()
     exact: Collection[nn.Parameter] = ()
-    gathered: bool = True
+    own_codes: bool = False
 
     def of(self, parameter: nn.Parameter, dtype: torch.dtype, alone: bool) -> GatherOptions:
         """alone: whether the parameter is on one rank only, and travels to no other."""
-        own = None if alone or not self.gathered else code_dtype(parameter)
+        own = None if alone or not self.own_codes else code_dtype(parameter)
         if own is not None:
             return GatherOptions(own, own=True)
         coded = (
@@ -117,7 +118,7 @@ class _Ways:
         return GatherOptions(self.quant_dtype if coded else None, narrows)
 
 
-_EXACT = _Ways(gathered=False)
+_EXACT = _Ways()
 """For units that every rank keeps whole, which no forward gathers."""
 
 
@@ -134,7 +135,9 @@ def draft_units(
     how many values optimizers keep per element of each parameter; empty if no setting limits the memory of
     optimizer state.
     """
-    ways = _Ways(dtype_named(config.gather_dtype), prepared.castable, prepared.exact)
+    ways = _Ways(
+        dtype_named(config.gather_dtype), prepared.castable, prepared.exact, own_codes=config.compile is None
+    )
     cuts = []
     for plan in prepared.plans:
         whole = config.stage < 3 or plan.persistent

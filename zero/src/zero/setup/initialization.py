@@ -22,7 +22,6 @@ from zero.config.training import Config, dtype_named
 from zero.drafts.aliases import check_aliases
 from zero.drafts.arrangement import arrangement
 from zero.drafts.checks import (
-    check_compilable,
     check_compilation,
     check_distributed,
     check_dtypes,
@@ -96,7 +95,6 @@ def initialize(
     check_model(model)
     accelerator = accelz.current()
     check_movable(model, accelerator.device)
-    check_compilable(model, config)
     dims = None if arranged is None else arranged.grid.names
     check_distributed(model, _data_ranks(arranged, process_group), dims)
     with held_back() as held:

@@ -78,6 +78,12 @@ def inner_leaves(model: nn.Module) -> dict[nn.Parameter, Leaves]:
     return found
 
 
+def with_tensors_inside(model: nn.Module) -> list[str]:
+    """The names of the parameters that have their values in other tensors, or in others too; but DTensors."""
+    inner, named = inner_leaves(model), model.named_parameters()
+    return [name for name, p in named if p in inner or trained_inside(p) is not None]
+
+
 def leaves_of(parameter: nn.Parameter) -> list[nn.Parameter]:
     """The leaves of an engine's parameter."""
     leaves: Leaves | None = parameter.__dict__.get(LEAVES_ATTRIBUTE)
