@@ -7,6 +7,7 @@ folder with a slash stands for all of its pages.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
@@ -75,7 +76,10 @@ def _target(name: str, link: str) -> Path | None:
     if name.startswith("errors/"):
         return None
     sources = {page: source for source, page in OF_THE_ROOT.items()}
-    origin = sources.get(name, f"docs/{name}")
+    copied = (
+        name.removeprefix("source/").removesuffix(".md") if name.startswith("source/") else f"docs/{name}"
+    )
+    origin = sources.get(name, copied)
     return Path(os.path.normpath(ROOT / PurePosixPath(origin).parent / link))
 
 
@@ -110,8 +114,21 @@ def _copy(config: Any, target: Path) -> File:
         file = File.generated(
             config, _copied(target), content=f"# {place}\n\nIn the repository:\n\n{listed}\n"
         )
+    elif target.suffix == ".ipynb":
+        file = File.generated(config, _copied(target), content=_notebook(target))
     else:
         fence = f"````{_LANGUAGES.get(target.suffix, 'text')}\n{target.read_text()}\n````"
         file = File.generated(config, _copied(target), content=f"# {place}\n\n{fence}\n")
     file.inclusion = InclusionLevel.NOT_IN_NAV
     return file
+
+
+def _notebook(path: Path) -> str:
+    """A notebook's cells and what they printed."""
+    parts = []
+    for cell in json.loads(path.read_text())["cells"]:
+        source = "".join(cell["source"])
+        parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        printed = "".join("".join(output.get("text", [])) for output in cell.get("outputs", []))
+        parts += [f"```text\n{printed.rstrip()}\n```"] if printed else []
+    return "\n\n".join(parts) + "\n"
