@@ -105,6 +105,7 @@ def test_tools_see_whole_tensors(table: tuple[Path, list[Any]], saved: str, tmp_
     assert torch.equal(torch.load(moment)["param"], every["layers.1.down: exp_avg"])
     told = CliRunner().invoke(app, ["inspect", str(path)], env={"COLUMNS": "200"})
     assert re.search(r"layers\.1\.experts +\[3, 4, 5\]", told.output), told.output
+    assert re.search(r"divided +\d+ parameters, in up to [24] blocks", told.output), told.output
     assert CliRunner().invoke(app, ["verify", str(path)]).exit_code == 0
 
 

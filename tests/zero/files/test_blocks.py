@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,22 @@ def test_blocks_are_one_tensor(path: Path, tmp_path: Path) -> None:
             checkpoint.read("model/w", 0, memoryview(bytearray(4)))
     with open_source(path) as source:
         consolidate(source, tmp_path / "out", Options(workers=1, memory=2 * 147_456))
+
+
+def test_memory_for_a_block_of_another_cut_is_small(tmp_path: Path) -> None:
+    """Halves of rows into halves of columns, of 8 MiB."""
+    value = torch.randn(1024, 2048)
+    synthetic.save(tmp_path / "a", {"w": value}, divided={"w": 0})
+    target, wanted = torch.empty(1024 * 1024), region([(0, 1024)], [(1024, 1024)])
+    with Checkpoint(tmp_path / "a") as checkpoint:
+        reader = TensorReader(checkpoint)
+        reader.fill("model/w", target, 0, None, wanted)
+        tracemalloc.start()
+        reader.fill("model/w", target.zero_(), 0, None, wanted)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert torch.equal(target.view(1024, 1024), value[:, 1024:])
+    assert peak < 3 << 20
 
 
 Change = Callable[[dict[str, Any]], None]

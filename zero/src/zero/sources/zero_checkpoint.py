@@ -62,6 +62,10 @@ class ZeroSource(Source):
             "files": len(manifest.files),
             "bytes": sum(file.bytes for file in manifest.files),
         }
+        if divided := [parameter for parameter in manifest.parameters if parameter.blocks]:
+            self.facts["divided"] = (
+                f"{len(divided)} parameters, in up to {max(len(p.blocks) for p in divided)} blocks"
+            )
 
     def chunks(self, wanted: Collection[int], limit: int) -> Iterator[Chunk]:
         manifest = self.checkpoint.manifest
