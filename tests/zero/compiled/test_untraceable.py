@@ -14,6 +14,7 @@ from tests.zero.helpers.compiled_models import WIDTH
 from tests.zero.helpers.loops import train_on
 from tests.zero.helpers.models import device_of
 from tests.zero.helpers.training import adamw
+from tests.zero.helpers.wrappers import Codes, Wrapping
 
 pytestmark = pytest.mark.slow  # compiles
 
@@ -71,3 +72,24 @@ def test_what_cannot_be_traced_runs_by_units(cluster: Clusters, device: str) -> 
     first, second = cluster(2).run(untraceable_body, inner=inner, limit=120)
     assert first == (True, "units", 1)
     assert second == (True, "units", 0), "rank 0 warns for all"
+
+
+def packed_body(context: Context) -> None:
+    """Frozen weights in codes, which the hooks of units gather, and one graph could not."""
+    found: list[list[float]] = []
+    for compile in (None, zero.Compile(inner="aot_eager")):
+        torch.manual_seed(3)
+        model = nn.Sequential(*(Wrapping(WIDTH, Codes) for _ in range(2))).to(context.accelerator.device)
+        engine = zero.initialize(model, adamw(model), zero.Config(compile=compile, timeout=60))
+        found.append([])
+        for _ in range(2):
+            loss = engine(torch.full((2, WIDTH), 0.1, device=device_of(model))).square().mean()
+            train_on(engine, loss)
+            found[-1].append(loss.item())
+    assert found[0] == found[1]
+    assert engine.explain().mode == "units"
+    assert engine.explain().why.endswith("could not gather: 0.weight, 1.weight")
+
+
+def test_models_with_weights_in_codes_are_compiled_by_units(cluster: Clusters) -> None:
+    cluster(2).run(packed_body)
