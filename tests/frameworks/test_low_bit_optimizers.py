@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from bitsandbytes.functional import dequantize_blockwise
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -175,5 +176,10 @@ def test_state_is_the_unsharded_one_and_loads_at_any_number_of_ranks(
             losses, _, loaded = three[f"{name}, stage {stage}"]
             assert same(loaded, state), name
             assert losses == pytest.approx(reference[STEPS:], rel=1e-2), name
-        if "torchao" in name:
+        if "bitsandbytes" in name:
+            state = saved[f"{name}, stage 3"][2]
+            packed = [state[f"0.weight/{key}1"].contiguous() for key in ("state", "absmax", "qmap")]
+            wanted = dequantize_blockwise(packed[0], absmax=packed[1], code=packed[2], blocksize=256)
+            assert torch.equal(state["0.weight/state1.dequantised"], wanted)
+        else:
             assert saved[f"{name}, stage 3"][2]["0.weight/exp_avg"].dtype is torch.float32

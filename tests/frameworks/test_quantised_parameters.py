@@ -67,6 +67,15 @@ def test_adapters_of_peft_train_and_are_saved_whole(cluster: Clusters) -> None:
             torch.testing.assert_close(saved[name], value, atol=1e-5, rtol=0)
 
 
+def test_plans_know_their_bytes() -> None:
+    for kind in KINDS:
+        model = runs.built(kind)
+        plan = zero.plan(model, runs.adapters(model), zero.Config(), ranks=2)
+        planned = sum(g.own_bytes for unit in plan.units for g in unit.groups if not g.trainable)
+        nbytes = sum(packed.numel() for packed in runs.bits(model).values())
+        assert nbytes <= planned <= nbytes + 4096, kind  # padded
+
+
 def test_docs_have_each_type() -> None:
     table = (Path(__file__).parents[2] / "docs" / "parameters.md").read_text()
     assert [line.split(" | ")[0] for line in table.splitlines() if "all of the below" in line] == [

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import accelz
 import zero
@@ -191,6 +193,23 @@ def test_what_is_refused() -> None:
         zero.initialize(model, optimizer)
     with pytest.raises(zero.UsageError, match="a class of parameters"):
         zero.register_form(Codes, None)  # type: ignore[arg-type]
+
+
+def divided_body(context: Context) -> None:
+    """Codes inside a DTensor, frozen and trained."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    for trained in (False, True):
+        model = built(Codes)
+        block: Any = model[2].weight
+        spec: Any = distribute_tensor(torch.zeros(2 * WIDTH, WIDTH), mesh, [Shard(0)])._spec
+        divided: Any = DTensor(block.detach(), spec, requires_grad=False)
+        model[2].weight = nn.Parameter(divided, requires_grad=trained)
+        with pytest.raises(zero.ModelError, match=r"'2\.weight' is a DTensor around a Codes, .* not divided"):
+            zero.initialize(model, adamw(model), zero.Config())
+
+
+def test_blocks_of_codes_are_refused(cluster: Clusters) -> None:
+    cluster(2).run(divided_body)
 
 
 def test_a_plan_knows_them() -> None:

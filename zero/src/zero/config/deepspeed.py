@@ -66,6 +66,11 @@ HINTS = {
     "zero_optimization.cpu_offload": "an old name; write 'offload_optimizer': {'device': 'cpu'}",
     "zero_optimization.cpu_offload_params": "an old name; write 'offload_param': {'device': 'cpu'}",
     "activation_checkpointing": "use torch.utils.checkpoint in the model",
+    **dict.fromkeys(
+        ("bf16.bf16_master_weights_and_grads", "fp16.fp16_master_weights_and_grads"),
+        "masters stay in fp32, and gradients travel in 16 bits; remove it (Config(moments='bf16'), which "
+        "'bf16_optimizer_states' becomes, halves the rest of the optimizer state)",
+    ),
     "fp16.initial_scale_power": "the loss scale starts at 2**16; remove it",
     "fp16.hysteresis": "the loss scale is halved at every overflow, as with 1; remove it",
     "fp16.consecutive_hysteresis": "the loss scale is halved at every overflow; remove it",
@@ -258,7 +263,8 @@ def _precision(leaves: _Leaves) -> dict[str, Any]:
         leaves.problem("'bf16' and 'fp16' are both enabled")
     if narrow != ["fp16"]:
         leaves.drop("fp16")
-        return {"precision": narrow[0] if narrow else "model"}
+        moments = {"moments": "bf16"} if leaves.take("bf16.bf16_optimizer_states", False) else {}
+        return {"precision": narrow[0] if narrow else "model", **moments}
     fixed = leaves.take("fp16.loss_scale", 0.0) or None
     for path, ours in SCALING.items():
         if leaves.take(path, ours) != ours and fixed is None:

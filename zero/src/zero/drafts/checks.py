@@ -65,6 +65,7 @@ def check_model(model: nn.Module, shapes_only: bool = False) -> None:
         raise ModelError("the model has no parameters")
     for name, parameter in named:
         _check_parameter(name, parameter, shapes_only)
+        _check_block(name, parameter)
     inner = inner_leaves(model)
     for name, parameter in named:
         for suffix, leaf in inner.get(parameter, {"": parameter}).items():
@@ -199,11 +200,6 @@ def check_distributed(model: nn.Module, data: Collection[int], dims: Collection[
     for name, parameter in model.named_parameters():
         if not is_distributed(parameter):
             continue
-        if is_traceable_wrapper_subclass(local_of(parameter)):
-            raise ModelError(
-                f"parameter {name!r} is a DTensor around a {type(local_of(parameter)).__name__}, of which "
-                "zero knows no blocks: quantise layers that are not divided, or the other way round"
-            )
         if len(ranks_of(parameter) & set(data)) > 1:
             raise ModelError(
                 f"parameter {name!r} is a DTensor over ranks with different data, which zero itself shards "
@@ -335,6 +331,18 @@ def _check_parameter(name: str, parameter: nn.Parameter, shapes_only: bool) -> N
         raise ModelError(
             f"parameter {name!r} is on the meta device and has no values; build the model under "
             "`with zero.init(config):` instead of torch.device('meta')"
+        )
+
+
+def _check_block(name: str, parameter: nn.Parameter) -> None:
+    """Raise ModelError for a DTensor of which a block has its values in other tensors."""
+    block = local_of(parameter)
+    if is_distributed(parameter) and is_traceable_wrapper_subclass(block):
+        raise ModelError(
+            f"parameter {name!r} is a DTensor around a {type(block).__name__}, whose scales and codes zero "
+            "does not know to be of a block: quantise only layers that are not divided, or divide a model "
+            "that is not quantised. Of layers that torchao trains in float8, let the weights be plain: "
+            "enable_fsdp_float8_all_gather=False"
         )
 
 

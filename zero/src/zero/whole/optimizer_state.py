@@ -7,7 +7,7 @@ shape, and the rank that steps the parameter has it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -62,6 +62,7 @@ class OptimizerState:
         pieces = self._pieces(group, index)
         state: dict[str, Any] = next((self._state.get(piece.parameter, {}) for piece in pieces), {})
         mine = {key: value for name, kept in state.items() for key, value in _tensors(name, kept)}
+        mine |= _from_codes(state)
         forms = communicator.all_gather_object(
             {key: [list(value.shape), name_of(value.dtype, key)] for key, value in mine.items()}
         )
@@ -127,6 +128,22 @@ def _tensors(key: str, value: Any) -> Iterator[tuple[str, Tensor]]:
         yield from ((f"{key}.{name}", inner) for name, inner in inner_tensors(value).items())
     elif isinstance(value, Tensor):
         yield key, value
+
+
+def _from_codes(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """What bitsandbytes' 8-bit state stands for: each code's place in a map, by its block's largest value."""
+    found = {}
+    for number in "12":
+        codes, scales, values = (state.get(f"{name}{number}") for name in ("state", "absmax", "qmap"))
+        if isinstance(codes, Tensor) and isinstance(scales, Tensor) and isinstance(values, Tensor):
+            block = next((n for n in _BLOCKS if -(-codes.numel() // n) == scales.numel()), None)
+            if block is not None:
+                each = scales.repeat_interleave(block)[: codes.numel()].view(codes.shape)
+                found[f"state{number}.dequantised"] = values[codes.int()] * each
+    return found
+
+
+_BLOCKS = (256, 2048)  # elements, of bitsandbytes' present and earlier versions
 
 
 def _entry(flat: Tensor, group: FlatGroup, index: int, kind: Kind) -> Tensor:
