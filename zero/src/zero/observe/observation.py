@@ -64,7 +64,7 @@ class Observation:
 
     def __init__(self, accelerator: Accelerator) -> None:
         self.observers: list[Observer] = []
-        self.transfers = Transfers(accelerator.streams)
+        self.transfers = Transfers(accelerator)
         self._timed = -_TIME_EVERY  # when transfers were, last
         self._accelerator = accelerator
         self._facts: Callable[[], Facts]

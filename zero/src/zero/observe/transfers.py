@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from accelz import Event, Streams
+from accelz import Accelerator, Event
 
 _NOTICED = 20e-6
 """Seconds: what takes longer than this between two marks was waited for."""
@@ -23,12 +23,13 @@ class Transfer:
 
 
 class Transfers:
-    """on: whether what is issued now is timed. noted: what was issued since the step began."""
+    """accelerator: whose streams it is issued on. on: whether what is issued now is timed. noted: what was
+    issued since the step began."""
 
-    def __init__(self, streams: Streams) -> None:
+    def __init__(self, accelerator: Accelerator) -> None:
         self.on = False
         self.noted: list[Transfer] = []
-        self._streams = streams
+        self._accelerator = accelerator
 
     def begin(self, kind: str, nbytes: int) -> Transfer | None:
         """Something is about to be issued on the current stream."""
@@ -42,7 +43,7 @@ class Transfers:
     def mark(self, transfer: Transfer | None) -> None:
         """It has been issued, is about to be waited for, or has been."""
         if transfer is not None and len(transfer.marks) < 4:
-            transfer.marks.append(self._streams.current().record())
+            transfer.marks.append(self._accelerator.streams.current().record())
 
 
 def rates(transfers: Iterable[Transfer]) -> dict[str, float]:

@@ -58,7 +58,7 @@ class Carrier:
         moved: Counter[str] | None = None,
         transfers: Transfers | None = None,
     ) -> None:
-        self._transfers = Transfers(accelerator.streams) if transfers is None else transfers
+        self._transfers = Transfers(accelerator) if transfers is None else transfers
         self._moved = Counter[str]() if moved is None else moved
         self._accelerator = accelerator
         self._streams = accelerator.streams
