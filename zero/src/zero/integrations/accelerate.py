@@ -34,7 +34,7 @@ PRIVATE = ("_models", "_optimizers", "_schedulers")
 it is `__setstate__`, which looks for the optimizer's step anew."""
 
 DEVICE = "ACCELERATE_TORCH_DEVICE"
-_ENGINE = "_zero_engine"  # an attribute of models and optimizers: an engine lives as long as they do
+ENGINE = "_zero_engine"  # an attribute of models and optimizers: an engine lives as long as they do
 _OTHERS = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA")
 
 
@@ -110,7 +110,7 @@ class Accelerator(accelerate.Accelerator):
 
     def engine_of(self, prepared: nn.Module | Optimizer) -> Engine | None:
         """Return the engine that a model or optimizer is part of, as prepared or not; None without one."""
-        engine: Engine | None = vars(self._plain(prepared)).get(_ENGINE)
+        engine: Engine | None = vars(self._plain(prepared)).get(ENGINE)
         return engine
 
     def _plain(self, prepared: Any) -> Any:
@@ -180,7 +180,7 @@ class Accelerator(accelerate.Accelerator):
 
     def _mark(self, engine: Engine, *parts: nn.Module | Optimizer) -> None:
         for part in parts:
-            setattr(part, _ENGINE, engine)
+            setattr(part, ENGINE, engine)
 
     def _link_schedulers(self) -> None:
         for each in self._schedulers:

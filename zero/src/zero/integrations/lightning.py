@@ -46,6 +46,7 @@ from zero.integrations.fabric import (
     unpacked,
 )
 from zero.integrations.lightning_ema import EMA as EMA
+from zero.integrations.lightning_metrics import Metrics as Metrics
 from zero.setup.initialization import initialize
 
 PRIVATE_NAMES = ("lightning.pytorch.strategies.DDPStrategy()._layer_sync",)

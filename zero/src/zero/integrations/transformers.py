@@ -10,12 +10,15 @@ DistributedDataParallel; a checkpoint's folder has an engine's checkpoint in pla
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import transformers
+from accelerate.utils import extract_model_from_parallel
 from torch import nn
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
@@ -23,9 +26,11 @@ from zero.config.training import Config
 from zero.engine import Engine
 from zero.errors import CheckpointError, ConfigError
 from zero.export import has_adapter
-from zero.integrations.accelerate import Accelerator
+from zero.integrations.accelerate import ENGINE, Accelerator
 from zero.integrations.auto_values import config_of
 from zero.integrations.trl import Following, is_sharded, teach_gathering
+from zero.observe.observation import Observing
+from zero.observe.observer import Observer, Step
 from zero.whole.gathered import gathered
 
 PRIVATE = (
@@ -103,6 +108,13 @@ class TrainerMixin:
         alone = self.pop_callback(JITCheckpointCallback)  # type: ignore[attr-defined]
         self.add_callback(_Stopping(alone, self.accelerator))
 
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """As in Trainer. A training loss comes with what `Metrics` has been told."""
+        if "loss" in logs:
+            for callback in self.callback_handler.callbacks:  # type: ignore[attr-defined]
+                logs |= callback.take() if isinstance(callback, Metrics) else {}
+        super().log(logs, *args, **kwargs)  # type: ignore[misc]
+
     # -- saving (collective: Trainer calls these on every rank) ----------------------------------------
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
@@ -158,6 +170,46 @@ class TrainerMixin:
 
 class Trainer(TrainerMixin, transformers.Trainer):
     """`transformers.Trainer` with an engine, see `TrainerMixin`."""
+
+
+class Metrics(transformers.TrainerCallback):
+    """`Trainer(..., callbacks=[Metrics()])`: with each loss, the Trainer logs what observers of the engine
+    are told, such as zero/seconds/forward, as a mean over the steps since the loss before; on rank 0."""
+
+    def __init__(self) -> None:
+        self._means = _Means()
+        self._observing: Observing | None = None
+
+    def take(self) -> dict[str, float]:
+        """The means, of steps that are not told again."""
+        return self._means.take()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        plain = extract_model_from_parallel(model, keep_torch_compile=False)
+        engine: Engine | None = vars(plain).get(ENGINE)
+        self._observing = None if engine is None else engine.observe(self._means)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._observing is not None:
+            self._observing.close()
+
+
+class _Means(Observer):
+    def __init__(self) -> None:
+        self._told: dict[str, list[float]] = defaultdict(list)
+
+    def step(self, step: Step) -> None:
+        for name, number in step.metrics().items():
+            if name not in _TRAINERS:
+                self._told[f"zero/{name}"].append(number)
+
+    def take(self) -> dict[str, float]:
+        means = {name: fmean(numbers) for name, numbers in self._told.items()}
+        self._told.clear()
+        return means
+
+
+_TRAINERS = ("learning_rate", "grad_norm")  # what the Trainer logs itself
 
 
 class _Stopping(transformers.TrainerCallback):

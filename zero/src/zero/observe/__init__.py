@@ -14,6 +14,7 @@ writers         observers over well-kept libraries
 """
 
 from zero.observe.observer import Event, Observer, Run, Step
+from zero.observe.writers.calls import Calls
 from zero.observe.writers.console import Console
 from zero.observe.writers.json_lines import JsonLines
 from zero.observe.writers.mlflow import MLflow
@@ -23,6 +24,7 @@ from zero.observe.writers.tensorboard import TensorBoard
 from zero.observe.writers.weights_and_biases import WeightsAndBiases
 
 __all__ = [
+    "Calls",
     "Console",
     "Event",
     "JsonLines",
