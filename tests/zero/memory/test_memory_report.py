@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import itertools
+import pickle
 import re
+import types
 from collections.abc import Callable
 from dataclasses import astuple
 from pathlib import Path
@@ -21,6 +23,7 @@ from tests.zero.helpers.layers import BATCH, LAYERS, WIDTH, build, one_step
 from tests.zero.helpers.loops import in_plain_loop
 from tests.zero.helpers.training import collect_all, collected
 from zero.memory.memory_report import MemoryReport, Sample, Use
+from zero.memory.snapshot import MemoryHistory
 from zero.report.figures import X
 
 NUMBER = 4  # bytes of the loss
@@ -328,3 +331,41 @@ def test_whole_steps_are_followed_or_nothing(cluster: Clusters) -> None:
             assert [sample.phase for sample in report.samples] == phases, name
             assert report.samples[0].seconds < report.samples[-1].seconds < 20, name
             assert report.peaks()["forward"].use.activations <= 1.5 * most.activations, name
+
+
+def history_body(context: Context, path: str) -> list[str]:
+    """A device of which torch keeps a history of allocations: what is asked of it, and what is written."""
+    asked: list[str] = []
+
+    class Memory:
+        @staticmethod
+        def _record_memory_history(enabled: str | None = "all", max_entries: int = 0) -> None:
+            asked.append(f"record {enabled}")
+
+        @staticmethod
+        def _snapshot() -> dict[str, Any]:
+            asked.append("snapshot")
+            return {"segments": []}
+
+    device = types.SimpleNamespace(memory=Memory)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "get_device_module", lambda device_: device)
+        history = MemoryHistory(context.accelerator.device)
+    engine = engine_of()
+    engine._tracer._history = history
+    engine._tracer.steps = 1  # as offload="auto" asks for
+    one_step(engine, 0)
+    assert asked == []
+    traced(engine, context).save(Path(path, "memory.html"))
+    one_step(engine, 2)
+    engine.trace_memory()
+    engine.backward(engine(torch.ones(BATCH, WIDTH, device=engine.device)).float().mean())
+    engine.zero_grad()  # forgets the step
+    return asked
+
+
+def test_torchs_history_of_allocations_is_written_beside_the_page(cluster: Clusters, tmp_path: Path) -> None:
+    (asked,) = cluster(1).run(history_body, path=str(tmp_path))
+    assert asked == ["record all", "snapshot", "record None", "record all", "record None"]
+    assert pickle.loads((tmp_path / "memory.pickle").read_bytes()) == {"segments": []}
+    assert list(pages.figures((tmp_path / "memory.html").read_text())) == ["Memory inside a step"]

@@ -587,9 +587,10 @@ class Engine:
         if steps < 1:
             raise UsageError(f"trace_memory(steps={steps}): at least one step is needed")
         self._tracer.steps = max(self._tracer.steps, steps)  # offload="auto" may be measuring already
+        self._tracer.wants_history = True
 
     def memory_report(self) -> MemoryReport:
-        """Report the last traced optimizer step: a timeline, its peaks by phase, a picture as HTML."""
+        """Report the last traced optimizer step: a timeline, its peaks by phase, a page to `save`."""
         if self._tracer.report is None:
             raise UsageError("no step was traced: call engine.trace_memory() and train a step")
         return self._tracer.report

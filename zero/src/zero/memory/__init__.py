@@ -3,6 +3,7 @@
 Modules, lowest first:
 
 memory_report           device memory over a step, for people
+snapshot                torch's record of allocations
 memory_tracer           follows it
 temporaries, forecast   what an update takes beside state; the peak with other state on the device
 oom_retry               an operation that found no room, repeated

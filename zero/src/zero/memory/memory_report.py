@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import asdict, astuple, dataclass, fields
+import pickle
+from collections.abc import Mapping
+from dataclasses import asdict, astuple, dataclass, field, fields
+from pathlib import Path
+from typing import Any
 
+from zero.config.paths import as_path
 from zero.report import timeline
 from zero.tiers.device_bytes import DeviceBytes
 from zero.tiers.tracer import PhaseName
@@ -71,11 +76,13 @@ class Peak:
 @dataclass(frozen=True)
 class MemoryReport:
     """One optimizer step. capacity: bytes that the process may use of the device. exact: the device counts
-    this process's bytes and no others; otherwise `other` has what else is in the host's memory."""
+    this process's bytes and no others; otherwise `other` has what else is in the host's memory. snapshot:
+    torch's record of the step's allocations, where it keeps one."""
 
     samples: tuple[Sample, ...]
     capacity: int
     exact: bool = True
+    snapshot: Mapping[str, Any] | None = field(default=None, repr=False, compare=False)
 
     @property
     def peak(self) -> int:
@@ -108,6 +115,14 @@ class MemoryReport:
         peak. Raises UsageError where what draws it is not installed: the extra accelz-zero[report]."""
         return timeline.page(self.timeline()).render()
 
+    def save(self, path: str | Path) -> None:
+        """Write the page, such as memory.html, and beside it memory.pickle, torch's memory snapshot for
+        https://pytorch.org/memory_viz, on devices of which torch keeps one. Raises what `to_html` does."""
+        page = as_path(path)
+        page.write_text(self.to_html())
+        if self.snapshot is not None:
+            page.with_suffix(".pickle").write_bytes(pickle.dumps(self.snapshot))
+
     def timeline(self) -> dict[str, object]:
         """For each sample its phase, unit, seconds and use, as columns of JSON values."""
         uses = [asdict(use) for use in self.uses()]
@@ -118,5 +133,5 @@ class MemoryReport:
                 name: [getattr(sample, name) for sample in self.samples]
                 for name in ("seconds", "phase", "unit")
             },
-            **{field.name: [use[field.name] for use in uses] for field in fields(Use)},
+            **{each.name: [use[each.name] for use in uses] for each in fields(Use)},
         }

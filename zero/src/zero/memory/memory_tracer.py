@@ -14,6 +14,7 @@ from zero.config.sizes import human
 from zero.gradients.group_gradients import GroupGradients
 from zero.gradients.reducer import GradientReducer
 from zero.memory.memory_report import MemoryReport, Sample
+from zero.memory.snapshot import MemoryHistory
 from zero.observe.observation import Observation
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
 from zero.sharding.sharded_unit import ShardedUnit
@@ -26,7 +27,7 @@ LOOK_EVERY = 1.0
 
 class MemoryTracer:
     """Samples whole steps while `steps` is not 0, and resets the device's peak. report: of the last step
-    sampled.
+    sampled. wants_history: whether reports are to have torch's record of allocations.
 
     A step begins with its first forward that is to be differentiated. It is followed from there or not at
     all; what has come before that, such as an evaluation, is not part of it.
@@ -34,10 +35,12 @@ class MemoryTracer:
 
     def __init__(self, accelerator: Accelerator, units: Sequence[ShardedUnit]) -> None:
         self.steps = 0
+        self.wants_history = False
         self.report: MemoryReport | None = None
         self._untold: MemoryReport | None = None  # until observers have been told
         self._memory = accelerator.memory
         self._exact = accelerator.capabilities.exact_memory
+        self._history = MemoryHistory(accelerator.device)
         self._streams = accelerator.streams
         self._units = units
         self._reducer: Callable[[], GradientReducer | None] = lambda: None  # weak, like the next
@@ -74,6 +77,8 @@ class MemoryTracer:
             self._streams.synchronize()  # a device may count what has gone until it has passed this point
             self._memory.reset_peak()
             self._note_before()
+            if self.wants_history:
+                self._history.begin()
 
     def _note_before(self) -> None:
         self._before = self._memory.stats().allocated - self.held().total
@@ -116,8 +121,10 @@ class MemoryTracer:
         """The optimizer has stepped."""
         if self._follows:
             self.mark("step", "")
+            history = self._history.end() if self.wants_history else None
+            self.wants_history = self.wants_history and self.steps > 1
             self.report = self._untold = MemoryReport(
-                tuple(self._samples), self._memory.stats().capacity, self._exact
+                tuple(self._samples), self._memory.stats().capacity, self._exact, history
             )
             self.steps -= 1
         self.drop()
@@ -132,6 +139,8 @@ class MemoryTracer:
 
     def drop(self) -> None:
         """Forget the step: what comes next is a new one."""
+        if self._follows and self.wants_history:
+            self._history.drop()
         self._samples.clear()
         self._fresh = self._no_pending_forward = True
         self._follows = False
