@@ -6,7 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, MixtralConfig
+from transformers.distributed.configuration_utils import DistributedConfig
+from transformers.distributed.expert_parallel import apply_expert_parallelism
+from transformers.distributed.utils import TransformersDeviceMesh
 
 import zero
 from accelz.conformance.cluster import Context
@@ -21,7 +25,7 @@ STEPS, CLIP, WORDS, ROWS, LENGTH = 3, 0.05, 17, 2, 8
 SIZES: dict[str, Any] = {
     "vocab_size": WORDS,
     "hidden_size": 16,
-    "intermediate_size": 12,
+    "intermediate_size": 16,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "max_position_embeddings": LENGTH,
@@ -93,3 +97,67 @@ def ulysses_body(context: Context) -> dict[str, float]:
         state = engine.state_dict()
         found[f"{name}: weights"] = state_error(state, weights) if state else 0.0
     return found
+
+
+def by_plan(name: str, experts: bool, mesh: Any) -> tuple[nn.Module, dict[str, Any]]:
+    """A model on a mesh of two by two, by transformers' own plan, and what the engine is told of it.
+
+    experts: divided over ranks with the same data, the others being tensor parallel.
+    """
+    dense = mesh_of(("pp", 1), ("fsdp", 2), ("tp", 2))
+    expert = mesh_of(("pp", 1), ("efsdp", 2), ("ep", 2))
+    plan = DistributedConfig(tp_size=2, ep_size=2 if experts else 1, tp_plan="auto")
+    model: Any = model_of(name)
+    model = type(model).maybe_distribute_model(model, plan, TransformersDeviceMesh(dense, expert))
+    return model, {"data_dims": "dp"}
+
+
+def by_experts(name: str, experts: bool, mesh: Any) -> tuple[nn.Module, dict[str, Any]]:
+    """Experts divided over ranks with different data."""
+    model: Any = model_of(name)
+    plan = {
+        rule.replace("*", str(layer)): style
+        for layer in range(model.config.num_hidden_layers)
+        for rule, style in model.ep_plan.items()
+    }
+    alone = mesh_of(("all", 4), ("tp", 1))["tp"]
+    apply_expert_parallelism(model, mesh["tp"], alone, plan)
+    return model, {"data_dims": ("dp", "tp")}
+
+
+PLANS: dict[str, tuple[str, Any, bool, dict[str, Any]]] = {
+    "tensors": ("llama", by_plan, False, {}),
+    "tensors of experts": ("mixtral", by_plan, False, {}),
+    "tensors, and experts": ("mixtral", by_plan, True, {}),
+    "experts": ("mixtral", by_experts, True, {"model.layers.*.mlp.experts": "tp"}),
+}
+
+
+def plans_body(context: Context) -> dict[str, float]:
+    found = {}
+    for title, (name, divide, experts, declared) in PLANS.items():
+        for stage in (1, 2, 3):
+            mesh = mesh_of(("dp", 2), ("tp", 2))
+            model, given = divide(name, experts, mesh)
+            config = zero.Config(stage=stage, clip_norm=CLIP, timeout=20, local_modules=declared)
+            engine = zero.initialize(model, sgd(model), config, mesh=mesh, **given)
+            losses, norms, weights = unsharded(name, engine.world_size)
+            told, seen = [], []
+            for step in range(STEPS):
+                loss = loss_of(model, step, engine.rank)
+                train_on(engine, loss)
+                told.append(loss.item())
+                seen.append(float(engine.grad_norm or 0))
+            wanted = [each[engine.rank] for each in losses]
+            found[f"{title}, stage {stage}: losses"] = relative_error(told, wanted)
+            found[f"{title}, stage {stage}: norms"] = relative_error(seen, norms)
+            with zero.gathered(model):
+                state = {key: full(p.detach()) for key, p in model.named_parameters()}
+            found[f"{title}, stage {stage}: weights"] = state_error(
+                state, {key: weights[key] for key in state}
+            )
+    return found
+
+
+def full(value: Tensor) -> Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value

@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import accelz
 import zero
 from accelz.conformance.cluster import Clusters, Context
+from tests.zero.helpers.decoder import LENGTH, ROWS, WORDS, Decoder
 from tests.zero.helpers.loops import train_on
 from tests.zero.helpers.meshes import mesh_of
 from tests.zero.helpers.optimizers import sgd
@@ -20,43 +20,6 @@ from tests.zero.helpers.training import relative_error, state_error
 from zero.parallel import tokens, ulysses
 
 RANKS, STEPS, CLIP = 4, 3, 0.05
-WORDS, WIDTH, HEADS, ROWS, LENGTH = 11, 16, 4, 2, 8
-
-
-class Layer(nn.Module):
-    def __init__(self, keys: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.query, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.key, self.value = (nn.Linear(WIDTH, keys * WIDTH // HEADS) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        normed = self.norm(x)
-        q, k, v = (
-            layer(normed).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2)
-            for layer in (self.query, self.key, self.value)
-        )
-        found = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return x + self.out(found.transpose(1, 2).flatten(2))
-
-
-class Decoder(nn.Module):
-    """keys: heads of keys and values, for each layer."""
-
-    def __init__(self, keys: tuple[int, ...], recomputed: bool = False) -> None:
-        super().__init__()
-        torch.manual_seed(5)
-        self.embedding, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(LENGTH, WIDTH)
-        self.layers = nn.ModuleList(Layer(n) for n in keys)
-        self.head = nn.Linear(WIDTH, WORDS)
-        self.recomputed = recomputed
-
-    def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-        x = self.embedding(input_ids) + self.places(position_ids)
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=False) if self.recomputed else layer(x)
-        found: Tensor = self.head(x)
-        return found
 
 
 def batch_of(step: int, row: int) -> dict[str, Tensor]:

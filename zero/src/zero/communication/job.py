@@ -6,7 +6,7 @@ import json
 import os
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar, cast
@@ -39,6 +39,11 @@ class Arranged:
 
     ranks: tuple[int, ...]
     grid: Grid
+
+    def along(self, dims: Collection[str]) -> frozenset[int]:
+        """The ranks that differ from this process in these dimensions alone, and this one."""
+        number = self.ranks.index(torch.distributed.get_rank())
+        return frozenset(self.ranks[each] for each in self.grid.part(number, dims))
 
 
 @dataclass

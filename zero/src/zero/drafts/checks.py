@@ -27,7 +27,7 @@ from zero.sharding.distributed import (
     divided_along,
     is_distributed,
     local_of,
-    ranks_of,
+    reaches,
     trained_inside,
 )
 from zero.sharding.forms import (
@@ -40,6 +40,7 @@ from zero.sharding.forms import (
     named_leaves,
 )
 from zero.sharding.guard import LOST, NAME_ATTRIBUTE, ShardedParameter, is_lost
+from zero.sharding.local import apart_of
 
 
 def check_model(model: nn.Module, shapes_only: bool = False) -> None:
@@ -191,8 +192,11 @@ def check_movable(model: nn.Module, device: torch.device) -> None:
             )
 
 
-def check_distributed(model: nn.Module, data: Collection[int], dims: Collection[str] | None) -> None:
-    """Raise ModelError for a DTensor that is spread over ranks whose gradients the engine sums.
+def check_distributed(
+    model: nn.Module, config: Config, data: Collection[int], dims: Collection[str] | None
+) -> None:
+    """Raise ModelError for a DTensor that is spread over ranks whose gradients the engine sums, unless it is
+    declared to differ there, as experts do.
 
     data: the numbers of these among all ranks that were started. dims: the names of the dimensions of the
     job's mesh; None if there is none.
@@ -200,11 +204,14 @@ def check_distributed(model: nn.Module, data: Collection[int], dims: Collection[
     for name, parameter in model.named_parameters():
         if not is_distributed(parameter):
             continue
-        if len(ranks_of(parameter) & set(data)) > 1:
+        reached = reaches(parameter, set(data))
+        own = apart_of(name, config) & set(divided_along(parameter))
+        if reached is not None and not (reached and own.issuperset(reached)):
             raise ModelError(
                 f"parameter {name!r} is a DTensor over ranks with different data, which zero itself shards "
                 "parameters over: remove fully_shard, or give zero.initialize a mesh whose data_dims are "
-                "others, or process_group=mesh.get_group(...)"
+                "others, or process_group=mesh.get_group(...). Experts of each rank's own are declared: "
+                f"Config(local_modules={{{name!r}: {next(iter(reached), 'ep')!r}}})"
             )
         unknown = [dim for dim in divided_along(parameter) if dims is not None and dim not in dims]
         if unknown:

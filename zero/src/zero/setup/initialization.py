@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from weakref import WeakKeyDictionary
 
@@ -39,6 +39,7 @@ from zero.pretrained import keep_promises
 from zero.setup.build import Sharded, Stepper, build_engine
 from zero.setup.build_units import build_units, draft_and_reserve, taking_over
 from zero.setup.initial_values import InitialValues
+from zero.sharding.distributed import name_dimensions
 from zero.sharding.exact import computes_in
 from zero.sharding.forms import adopt, named_leaves
 from zero.sharding.local import apart_of
@@ -96,7 +97,9 @@ def initialize(
     accelerator = accelz.current()
     check_movable(model, accelerator.device)
     dims = None if arranged is None else arranged.grid.names
-    check_distributed(model, _data_ranks(arranged, process_group), dims)
+    lines = None if arranged is None else {arranged.along((dim,)): dim for dim in arranged.grid.names}
+    name_dimensions(model.parameters(), lines)
+    check_distributed(model, config, _data_ranks(arranged, process_group), dims)
     with held_back() as held:
         check_aliases(model)
         prepared = prepare(model, optimizer, config, for_graphs=True, dims=dims or ())
@@ -148,14 +151,13 @@ def initialize(
         return build_engine(model, sharded, stepper)
 
 
-def _data_ranks(arranged: Arranged | None, process_group: ProcessGroup | None) -> Sequence[int]:
+def _data_ranks(arranged: Arranged | None, process_group: ProcessGroup | None) -> Collection[int]:
     """The numbers, among all ranks that were started, of those whose gradients are summed with this one's."""
     if not dist.is_initialized():
         return ()
     if arranged is None:
         return dist.get_process_group_ranks(process_group or dist.group.WORLD)
-    number = arranged.ranks.index(dist.get_rank())
-    return [arranged.ranks[each] for each in arranged.grid.part(number, arranged.grid.data)]
+    return arranged.along(arranged.grid.data)
 
 
 def _move_buffers(

@@ -8,7 +8,7 @@ tensor. The parameter around it keeps its identity, its shape and, of a DTensor,
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from itertools import pairwise
 from typing import Any, cast
 
@@ -17,10 +17,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from accelz import HOST
+from zero.errors import some
 from zero.files.boxes import Region, Run
 
 INNER_ATTRIBUTE = "_zero_inner"
 """Key in the __dict__ of an engine's trained wrapper of the name of the tensor inside, and the tensor."""
+_DIMENSIONS = "_zero_dimensions"
+"""The attribute of a DTensor with the names of its mesh's dimensions in the job's mesh."""
 
 
 def is_distributed(tensor: Any) -> bool:
@@ -57,12 +60,12 @@ def _form(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def divided_along(parameter: nn.Parameter) -> tuple[str, ...]:
-    """The names of the dimensions of its mesh along which ranks have other blocks of a parameter; a number
-    for a dimension without a name."""
+    """The names of the dimensions of the job's mesh along which ranks have other blocks of a parameter. Of
+    its own mesh, where `name_dimensions` was not told of one; a number for a dimension without a name."""
     if not is_distributed(parameter):
         return ()
     mesh, placements = cast(Any, parameter).device_mesh, cast(Any, parameter).placements
-    names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
+    names = parameter.__dict__.get(_DIMENSIONS) or _names(mesh)
     return tuple(
         name
         for name, size, placement in zip(names, mesh.mesh.shape, placements, strict=True)
@@ -70,9 +73,44 @@ def divided_along(parameter: nn.Parameter) -> tuple[str, ...]:
     )
 
 
-def ranks_of(parameter: nn.Parameter) -> set[int]:
-    """The numbers, among all ranks that were started, of those that a DTensor is spread over."""
-    return {int(rank) for rank in cast(Any, parameter).device_mesh.mesh.flatten()}
+def name_dimensions(parameters: Iterable[nn.Parameter], lines: Mapping[frozenset[int], str] | None) -> None:
+    """Give dimensions of DTensors' meshes the names that the job's mesh has for the same ranks.
+
+    lines: these names, by the numbers of this process's ranks along each dimension among all ranks that were
+    started; None if the job has no mesh. Dimensions with other ranks get names that no mesh has.
+    """
+    for parameter in parameters:
+        if not is_distributed(parameter):
+            continue
+        parameter.__dict__.pop(_DIMENSIONS, None)
+        if lines is not None:
+            mesh = cast(Any, parameter).device_mesh
+            ranks = [_ranks_along(mesh, dim) for dim in range(mesh.ndim)]
+            parameter.__dict__[_DIMENSIONS] = tuple(
+                lines.get(along) or f"{name} (ranks {some([str(rank) for rank in sorted(along)])})"
+                for name, along in zip(_names(mesh), ranks, strict=True)
+            )
+
+
+def _names(mesh: Any) -> tuple[str, ...]:
+    return mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
+
+
+def _ranks_along(mesh: Any, dim: int) -> frozenset[int]:
+    """The ranks of a mesh that differ from this one in one dimension alone, and this one."""
+    place: list[Any] = list(mesh.get_coordinate())
+    place[dim] = slice(None)
+    return frozenset(mesh.mesh[tuple(place)].tolist())
+
+
+def reaches(parameter: nn.Parameter, ranks: Set[int]) -> tuple[str, ...] | None:
+    """The dimensions of a DTensor's mesh along which there are several of these ranks, this one among them;
+    None if there are no others in its mesh."""
+    mesh = cast(Any, parameter).device_mesh
+    if len(ranks & set(mesh.mesh.flatten().tolist())) < 2:
+        return None
+    names = parameter.__dict__.get(_DIMENSIONS) or _names(mesh)
+    return tuple(name for dim, name in enumerate(names) if len(ranks & _ranks_along(mesh, dim)) > 1)
 
 
 def described(parameter: nn.Parameter) -> str:
