@@ -38,7 +38,8 @@ from zero.deferred.recording import (
     storage_of,
 )
 from zero.errors import ConfigError
-from zero.sharding.guard import NAME_ATTRIBUTE, REASON_ATTRIBUTE, UNBORN, guard
+from zero.sharding.distributed import is_distributed, local_of
+from zero.sharding.guard import NAME_ATTRIBUTE, REASON_ATTRIBUTE, UNBORN, sharded_class
 
 _MOVES = (torch.ops.aten.resize_, torch.ops.aten.set_)  # these change which storage a tensor has
 _PAST = frozenset(  # these read memory without going through a dispatch mode
@@ -63,7 +64,8 @@ def init(config: Config | None = None) -> Iterator[None]:
 
     Values equal those of the plain constructor with the same seed, bit for bit. config: accepted for symmetry
     with `zero.initialize`; only its type is checked. When the block ends, buffers and other tensors have
-    their values, and so do parameters that share memory with one of them.
+    their values, and so do parameters that share memory with one of them. DTensors that are made in the block
+    without communication, `distribute_tensor(..., src_data_rank=None)`, get their blocks of these values.
     """
     if config is not None and not isinstance(config, Config):
         raise ConfigError(f"expected a zero.Config, got {type(config).__name__}; write zero.Config(...)")
@@ -117,10 +119,12 @@ def materialize(parameters: Iterable[nn.Parameter]) -> None:
     Other parameters are left alone.
     """
     for parameter in parameters:
-        recording, cls = parameter.__dict__.pop(_RECORDING_ATTRIBUTE, (None, None))
+        recording: Recording | None = None
+        for each in dict.fromkeys((parameter, local_of(parameter))):
+            recording, cls = each.__dict__.pop(_RECORDING_ATTRIBUTE, (None, type(each)))
+            each.__class__ = cls
         if recording is not None:
-            parameter.__class__ = cls
-            number = recording.number(parameter)
+            number = recording.number(local_of(parameter))
             assert number is not None
             (replay if promised(parameter) is None else allocate)(recording, [number])
 
@@ -206,18 +210,20 @@ class _Recorder(TorchDispatchMode):
             gc.collect()  # garbage that waits for the collector must not count as sharing
             hollow = self._hollow()
         shared = _shared(hollow) if self._draws else set()
-        kept = {p: n for p, n in hollow if isinstance(p, nn.Parameter) and n not in shared}
+        owners = _owners()
+        owned = [(owners.get(id(t), t), number) for t, number in hollow]
+        kept = {p: n for p, n in owned if isinstance(p, nn.Parameter) and n not in shared}
         replay(self._recording, sorted({number for _, number in hollow} - set(kept.values())))
         for parameter in kept:
             name = f"<of shape {tuple(parameter.shape)}>"
-            parameter.__dict__.update({REASON_ATTRIBUTE: UNBORN, NAME_ATTRIBUTE: name})
-            parameter.__dict__[_RECORDING_ATTRIBUTE] = (self._recording, type(parameter))
-        guard(kept)
+            for each in dict.fromkeys((parameter, local_of(parameter))):
+                each.__dict__.update({REASON_ATTRIBUTE: UNBORN, NAME_ATTRIBUTE: name})
+                each.__dict__[_RECORDING_ATTRIBUTE] = (self._recording, type(each))
+                each.__class__ = sharded_class(type(each))
 
     def _hollow(self) -> list[tuple[Tensor, int]]:
         """Return all living hollow tensors with the numbers of their storages."""
-        alive = [o for o in gc.get_objects() if issubclass(type(o), Tensor)]
-        return [(t, number) for t in alive if (number := self._number(t)) is not None]
+        return [(t, number) for t in _living() if (number := self._number(t)) is not None]
 
     def _number(self, tensor: Tensor) -> int | None:
         """Return the recording's number of a tensor's storage; None also for tensors of other kinds."""
@@ -297,6 +303,15 @@ class _Recorder(TorchDispatchMode):
 def _shared(hollow: Iterable[tuple[Tensor, int]]) -> set[int]:
     """Return the numbers of the storages that several of the tensors use."""
     return {number for number, uses in Counter(number for _, number in hollow).items() if uses > 1}
+
+
+def _owners() -> dict[int, nn.Parameter]:
+    """The parameters that are DTensors, by the ids of their local tensors, which have their values."""
+    return {id(local_of(t)): t for t in _living() if is_distributed(t) and isinstance(t, nn.Parameter)}
+
+
+def _living() -> list[Tensor]:
+    return [o for o in gc.get_objects() if issubclass(type(o), Tensor)]
 
 
 def _meta(tensor: Tensor) -> Tensor:
