@@ -12,6 +12,8 @@ from torch.distributed.pipelining import (
     Schedule1F1B,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
 )
 
 import zero
@@ -63,14 +65,37 @@ def reference() -> tuple[list[list[float]], list[float], dict[str, Tensor]]:
     return losses, norms, {name: value.detach() for name, value in model.state_dict().items()}
 
 
-def schedule_of(kind: Any, parts: list[Part], number: int, group: Any) -> Any:
-    """This rank's part of a schedule. number: of the rank in the pipeline."""
-    count = 2 * len(parts)
+def numbers_of(kind: Any, number: int) -> list[int]:
+    """The stages that a rank has, by its number in the pipeline."""
+    if kind is ScheduleZBVZeroBubble:  # there and back
+        return [number, 3 - number]
+    return [number] if kind in (ScheduleGPipe, Schedule1F1B) else [number, number + 2]
+
+
+def schedule_of(kind: Any, parts: list[Part], numbers: list[int], group: Any, **options: Any) -> Any:
+    """This rank's part of a schedule."""
     stages = [
-        PipelineStage(part, number + 2 * i, count, torch.device("cpu"), group=group)
-        for i, part in enumerate(parts)
+        PipelineStage(part, n, group.size() * len(parts), torch.device("cpu"), group=group, **options)
+        for part, n in zip(parts, numbers, strict=True)
     ]
     return kind(stages if len(parts) > 1 else stages[0], MICRO_BATCHES, loss_fn=loss_of)
+
+
+WAYS = [
+    (ScheduleGPipe, 3),
+    (Schedule1F1B, 1),
+    (Schedule1F1B, 2),
+    (Schedule1F1B, 3),
+    (ScheduleInterleaved1F1B, 2),
+    (ScheduleInterleaved1F1B, 3),
+    (ScheduleInterleavedZeroBubble, 1),
+    (ScheduleInterleavedZeroBubble, 3),
+    (ScheduleZBVZeroBubble, 2),
+    (ScheduleZBVZeroBubble, 3),
+]
+AT_ONCE = {"dw_builder": lambda: lambda: None}
+WHOLE: dict[Any, Any] = {ScheduleInterleavedZeroBubble: AT_ONCE, ScheduleZBVZeroBubble: AT_ONCE}
+"""What has a schedule's stages compute all gradients at once."""
 
 
 def pipeline_body(context: Context) -> dict[str, float]:
@@ -78,26 +103,31 @@ def pipeline_body(context: Context) -> dict[str, float]:
     mesh = mesh_of(("pp", 2), ("dp", 2))
     number, place = mesh.get_local_rank("pp"), mesh.get_local_rank("dp")
     found = {}
-    ways = [(ScheduleGPipe, 3), (Schedule1F1B, 1), (Schedule1F1B, 2), (Schedule1F1B, 3)]
-    for kind, stage in [*ways, (ScheduleInterleaved1F1B, 2), (ScheduleInterleaved1F1B, 3)]:
-        several = kind is ScheduleInterleaved1F1B
-        parts = [Part(number, 1), Part(number + 2, 1)] if several else [Part(2 * number, 2)]
+    for kind, stage in WAYS:
+        numbers = numbers_of(kind, number)
+        several = len(numbers) > 1
+        parts = [Part(n, 1) for n in numbers] if several else [Part(2 * number, 2)]
         optimizer = torch.optim.SGD(
             [p for part in parts for p in part.parameters()], lr=0.05, momentum=0.9, nesterov=True
         )
-        config = zero.Config(stage=stage, timeout=20, clip_norm=CLIP, local_modules={"*": "pp"})
+        by_program = (kind, stage) == (ScheduleZBVZeroBubble, 3)
+        clip = None if by_program else CLIP
+        config = zero.Config(stage=stage, timeout=20, clip_norm=clip, local_modules={"*": "pp"})
         engine = zero.initialize(parts if several else parts[0], optimizer, config, mesh=mesh, data_dims="dp")
-        schedule = schedule_of(kind, parts, number, mesh.get_group("pp"))
+        schedule = schedule_of(kind, parts, numbers, mesh.get_group("pp"), **WHOLE.get(kind, {}))
         told, seen = [], []
         for step in range(STEPS):
             said: list[Tensor] = []
             given = (rows(step, place),) if number == 0 else ()
-            ends = {"target": torch.ones(ROWS, WIDTH), "losses": said} if number == 1 else {}
+            last = 2 * len(parts) - 1 in numbers
+            ends = {"target": torch.ones(ROWS, WIDTH), "losses": said} if last else {}
             schedule.step(*given, **ends)
+            if by_program:
+                engine.clip_grad_norm_(CLIP)
             optimizer.step()
             seen.append(float(engine.grad_norm or 0))
             optimizer.zero_grad()
-            told += [float(torch.stack(said).mean())] if said else []
+            told += [torch.stack(said).mean().item()] if said else []
         name = f"{kind.__name__}, stage {stage}"
         found[f"{name}: norms"] = relative_error(seen, norms)
         found[f"{name}: losses"] = relative_error(told, [each[place] for each in losses]) if told else 0.0
@@ -125,11 +155,29 @@ def refused_body(context: Context) -> tuple[str, str]:
     return str(stepped.value), str(called.value)
 
 
+def zero_bubble_body(context: Context) -> None:
+    """Gradients of weights that a schedule computes by themselves, in a pipeline of one rank."""
+    mesh = mesh_of(("pp", 1), ("dp", 2))
+    for stage, error in ((1, RuntimeError), (3, zero.ShardedParameterError)):
+        parts = [Part(0, 1), Part(1, 1)]
+        config = zero.Config(timeout=20, stage=stage, local_modules={"*": "pp"})
+        optimizer = torch.optim.SGD([p for part in parts for p in part.parameters()], lr=0.05)
+        engine = zero.initialize(parts, optimizer, config, mesh=mesh, data_dims="dp")
+        schedule = schedule_of(ScheduleInterleavedZeroBubble, parts, [0, 1], mesh.get_group("pp"))
+        with pytest.raises(error) as refused:
+            schedule.step(rows(0, 0), target=torch.ones(ROWS, WIDTH))
+        told = refused.value if stage == 3 else refused.value.__cause__
+        assert isinstance(told, zero.ZeroError)
+        assert "GPipe, 1F1B and Interleaved1F1B run; " in str(told)
+        del engine
+
+
 def test_what_does_not_run_is_told(cluster: Clusters) -> None:
+    cluster(2).run(zero_bubble_body)
     for stepped, called in cluster(1).run(refused_body):
         assert "`.grad` was set by something else than a backward: 1.layers.1.weight" in stepped
         assert "begin with none, optimizer.zero_grad(), instead of zeros" in stepped
-        assert "take GPipe, 1F1B or Interleaved1F1B" in stepped
+        assert "GPipe, 1F1B and Interleaved1F1B run" in stepped
         assert called == "the engine has several parts of a model: call the parts, not the engine"
 
 

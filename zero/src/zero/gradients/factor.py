@@ -89,6 +89,16 @@ class GradientFactor:
             return self._mean.fill_(1.0 / self._size)
         return torch.mul(self._loss_scale.of_gradients, self._size, out=self._mean).reciprocal_()
 
+    def product(self, multipliers: Sequence[Multiplier]) -> Tensor | None:
+        """The mean factor times these, 0-dim fp32, overwritten at the next call; None for 1."""
+        factor = self.mean()
+        if not multipliers:
+            return factor
+        self._multiplied.fill_(1.0) if factor is None else self._multiplied.copy_(factor)
+        for each in multipliers:
+            self._multiplied.mul_(each.to(self._mean.device) if isinstance(each, Tensor) else each)
+        return self._multiplied
+
     def complete(
         self, reducer: GradientReducer, multipliers: Sequence[Multiplier] = ()
     ) -> tuple[Tensor | None, Tensor | None]:
@@ -98,12 +108,7 @@ class GradientFactor:
         multipliers: what the program has multiplied all gradients by. Both results are overwritten at the
         next call. Raises OutOfMemoryError, having changed nothing.
         """
-        factor = self.mean()
-        if multipliers:
-            self._multiplied.fill_(1.0) if factor is None else self._multiplied.copy_(factor)
-            for each in multipliers:
-                self._multiplied.mul_(each.to(self._mean.device) if isinstance(each, Tensor) else each)
-            factor = self._multiplied
+        factor = self.product(multipliers)
         if self._clip_norm is None and (self._loss_scale is None or self.by_program):
             wanted = self.norm is None and self._communicator.norm_is_read
             if self._communicator.on_any("gradient norm", wanted):
@@ -123,8 +128,14 @@ class GradientFactor:
 
     def measure(self, reducer: GradientReducer, factor: Tensor | None) -> Tensor:
         """Collective over the whole job. The norm of all its gradients times `factor`, 0-dim, overwritten at
-        the next call; also notes whether one of them is not finite."""
+        the next call; also notes whether one of them is not finite.
+
+        Stages may have factors of their own: a program multiplies each stage's gradients by itself.
+        """
         result = reducer.norm_and_nonfinite()
+        if factor is not None and self._communicator.grid.stages:
+            result[0].mul_(factor * factor)
+            factor = None
         if not reducer.same_everywhere:
             self._communicator.all_reduce("gradient norm", result, self._communicator.whole).wait()
         torch.gt(result[1], 0, out=self._overflow)

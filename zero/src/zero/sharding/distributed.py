@@ -97,8 +97,11 @@ def _names(mesh: Any) -> tuple[str, ...]:
 
 
 def _ranks_along(mesh: Any, dim: int) -> frozenset[int]:
-    """The ranks of a mesh that differ from this one in one dimension alone, and this one."""
-    place: list[Any] = list(mesh.get_coordinate())
+    """The ranks of a mesh that differ from this one in one dimension alone, and this one; none if this one is
+    not in the mesh."""
+    place: list[Any] = list(mesh.get_coordinate() or ())
+    if not place:
+        return frozenset()
     place[dim] = slice(None)
     return frozenset(mesh.mesh[tuple(place)].tolist())
 

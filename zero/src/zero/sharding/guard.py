@@ -219,6 +219,8 @@ def describe(func: Callable[..., Any]) -> str:
 def _refused(func: Callable[..., Any], own: dict[str, Any]) -> ShardedParameterError:
     why = REPLAYED if isinstance(func, OpOverload) else SHARDED
     name, reason = own.get(NAME_ATTRIBUTE, "?"), own.get(REASON_ATTRIBUTE, why)
+    if func is Tensor.view_as and reason is SHARDED:  # how they find a parameter's place in the graph
+        reason = f"{SHARDED}. {SCHEDULES}"
     return ShardedParameterError(f"{describe(func)} needs the values of parameter {name!r}, {reason}")
 
 
@@ -239,6 +241,11 @@ SHARDED = (
     "which is sharded over the ranks. Call its module (not module.forward), or read it inside `with "
     "zero.gathered(parameter):`; engine.state_dict() has the whole model. Resize embeddings, convert and "
     "wrap layers before zero.initialize"
+)
+SCHEDULES = (
+    "Of a pipeline's schedules, GPipe, 1F1B and Interleaved1F1B run; those that compute gradients of weights "
+    "by themselves (zero bubble) do with PipelineStage(..., dw_builder=lambda: lambda: None), which has "
+    "stages compute all gradients at once"
 )
 REPLAYED = (
     "which is sharded over the ranks, and which a recorded graph uses after its module has returned. Call "

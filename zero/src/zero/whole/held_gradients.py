@@ -24,6 +24,7 @@ from zero.gradients.group_gradients import GroupGradients
 from zero.gradients.reducer import GradientReducer
 from zero.optimizer.joint import members
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
+from zero.sharding.guard import SCHEDULES
 from zero.sharding.stand_in import Multiplier, PieceGradient, ShardedGradient, StandIns
 from zero.tiers.values import changing
 from zero.whole.full_parameters import FullParameters
@@ -286,9 +287,7 @@ class HeldGradients:
         shared = self._shared_multipliers()
         if shared is None:
             self._apply_multipliers()
-        norm = self._factor.measure(self._reducer, self._factor.mean()).clone()
-        for each in shared or ():
-            norm.mul_(abs(_on(each, norm)))
+        norm = self._factor.measure(self._reducer, self._factor.product(shared or ())).clone().abs_()
         self._factor.norm = norm.clone()
         coefficient = clip_coefficient(norm, max_norm)
         self.multiply(self._reducer.used(), coefficient)
@@ -389,8 +388,7 @@ _REPLACED = (
 _GIVEN = (
     "`.grad` was set by something else than a backward: {}. The engine steps the gradients of backwards: "
     "begin with none, optimizer.zero_grad(), instead of zeros, and change them in place afterwards, as in "
-    "p.grad.copy_(...), on every rank. A pipeline's schedule that computes those of weights by themselves "
-    "(zero bubble) does not run with the engine: take GPipe, 1F1B or Interleaved1F1B"
+    "p.grad.copy_(...), on every rank. " + SCHEDULES
 )
 _OPTIMIZERS = (
     "`.grad` of what is in optimizer.param_groups was removed or replaced between backward() and step(), "
