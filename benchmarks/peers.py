@@ -117,13 +117,18 @@ class Masters:
 
 
 class ZeroPeer(Peer):
-    """zero. mesh: of which "dp" is the data's dimension. config: further settings of `zero.Config`."""
+    """zero. dims: those of the mesh with different data. config: further settings of `zero.Config`."""
 
     def __init__(
-        self, model: Decoder, setting: Setting, mesh: DeviceMesh | None = None, **config: Any
+        self,
+        model: Decoder,
+        setting: Setting,
+        mesh: DeviceMesh | None = None,
+        dims: str | Sequence[str] | None = None,
+        **config: Any,
     ) -> None:
         config = {"precision": setting.precision, "timeout": setting.timeout, **config}
-        optimizers, dims = optimizers_of(model, setting), mesh and "dp"
+        optimizers = optimizers_of(model, setting)
         self._engine = zero.initialize(model, optimizers, zero.Config(**config), mesh=mesh, data_dims=dims)
         self._engine.traffic.clear()
 
@@ -181,12 +186,18 @@ def build_fsdp2(
     join(setting)
     kind = _move(model).type
     options["mesh"] = init_device_mesh(kind, (setting.ranks,)) if mesh is None else mesh(kind)
-    if setting.precision == "bf16":
-        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    options |= policy(setting)
     for block in model.blocks:
         fully_shard(block, **options)
     fully_shard(model, **options)
     return TorchPeer(model, optimizers_of(model, setting))
+
+
+def policy(setting: Setting) -> dict[str, Any]:
+    """FSDP2's options for the precision."""
+    if setting.precision == "fp32":
+        return {}
+    return {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)}
 
 
 PEERS: dict[str, Callable[[Decoder, Setting], Peer]] = {
