@@ -82,6 +82,13 @@ LAYOUTS = {
     "dp tp": Layout((("dp", 2), ("tp", 2)), along=("tp",), placed=TP),
     "tp of four": Layout((("dp", 1), ("tp", 4)), along=("tp",), placed=TP, config=(("stage", 1),)),
     "ep tp": Layout((("dp", 1), ("ep", 2), ("tp", 2)), along=("ep", "tp"), placed=EXPERTS),
+    "dp ep": Layout(
+        (("dp", 2), ("ep", 2)),
+        ("dp", "ep"),
+        along=("ep",),
+        placed=(("experts", ((Shard(0),), rows("ep"))),),
+        config=(("local_modules", {"layers.*.experts": "ep"}),),
+    ),
     "twice": Layout((("dp", 1), ("ep", 2), ("tp", 2)), along=("ep", "tp"), placed=TWICE),
     "pp dp": Layout((("pp", 2), ("dp", 2)), stages=((0,), (1,)), config=(("stage", 2),)),
     "pp tp": Layout(
@@ -147,7 +154,7 @@ class Job:
         """weights: to fill the model with before it has an engine."""
         self.layout = layout
         self.mesh: Any = mesh_of(*layout.dims) if layout.dims else None
-        local = {"*": "pp"} if layout.stages else {}
+        local = {"local_modules": {"*": "pp"}} if layout.stages else {}
         stage = self.mesh.get_local_rank("pp") if layout.stages else 0
         layers = layout.stages[stage] if layout.stages else range(LAYERS)
         parts = [Model(seed, () if layout.parts else layers)] if not stage else []
@@ -162,7 +169,7 @@ class Job:
         narrow = [p for p in every if p.dim() == 1 and p.requires_grad]
         groups = [{"params": wide, "weight_decay": 0.1}, {"params": narrow, "weight_decay": 0.0}]
         optimizer = torch.optim.AdamW(groups, lr=1e-2)
-        config = zero.Config(timeout=30, local_modules=local, **dict(layout.config))
+        config = zero.Config(timeout=30, **local, **dict(layout.config))
         dims = {"data_dims": layout.data, "shard_dims": layout.shards} if self.mesh is not None else {}
         model = parts if layout.parts else parts[0]
         self.engine = zero.initialize(model, optimizer, config, mesh=self.mesh, **dims)  # type: ignore[arg-type]

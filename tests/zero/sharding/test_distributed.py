@@ -158,6 +158,53 @@ def test_a_mesh_with_tensor_parallelism_has_one_norm(cluster: Clusters) -> None:
         assert max(errors.values()) < 1e-5, errors
 
 
+class Experts(nn.Module):
+    """Three of them as one parameter, of which each rank uses those that it has."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(5)
+        self.whole = torch.randn(3, 4, generator=generator)
+        self.scale = nn.Parameter(torch.randn(4, generator=generator))
+        made = distribute_tensor(self.whole, mesh, [Shard(0)], src_data_rank=None)
+        self.experts = nn.Parameter(made)
+
+    def forward(self, weight: float) -> Tensor:
+        mine = self.experts.to_local()  # type: ignore[attr-defined]
+        return weight * ((mine.square()).sum() + self.scale.square().sum())
+
+
+def experts_body(context: Context) -> None:
+    """Experts along a dimension of the data: summed over ranks that have the same, and counted once."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    model = Experts(mesh["ep"])
+    with pytest.raises(zero.ModelError, match=r"'experts' is a DTensor over .*local_modules="):
+        zero.initialize(model, sgd(model), mesh=mesh, data_dims=("dp", "ep"))
+    for stage in (1, 3):
+        model = Experts(mesh["ep"])
+        before = model.scale.detach().clone()
+        config = zero.Config(stage=stage, timeout=20, local_modules={"experts": "ep"})
+        engine = zero.initialize(
+            model, torch.optim.SGD(model.parameters(), 0.1), config, mesh=mesh, data_dims=("dp", "ep")
+        )
+        model(1.0 + context.rank).backward()
+        factors = torch.tensor([1 + 3, 1 + 3, 2 + 4]) / 4  # the first two experts are on ranks 0 and 2
+        expected = 2 * model.whole * factors[:, None]
+        gradient = model.experts.grad
+        torch.testing.assert_close(gradient.full_tensor(), expected)  # type: ignore[union-attr]
+        of_scale = 2 * before * (1 + 2 + 3 + 4) / 4
+        norm = torch.cat([expected.flatten(), of_scale]).norm()
+        torch.testing.assert_close(nn.utils.clip_grad_norm_(model.parameters(), 1e9), norm)
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+        torch.testing.assert_close(full(engine.full_master("experts")), model.whole - 0.1 * expected)
+        torch.testing.assert_close(engine.full_master("scale"), before - 0.1 * of_scale)
+
+
+def test_grouped_experts_may_be_divided_along_data(cluster: Clusters) -> None:
+    cluster(4).run(experts_body)
+
+
 class Tied(nn.Module):
     """An embedding and a head that have one weight, divided by words."""
 
