@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -78,6 +80,28 @@ def body(context: Context, stage: int) -> None:
             assert torch.equal(local_of(found), local_of(wanted)), name
 
 
+def pretrained_body(context: Context, path: str) -> None:
+    mesh = mesh_of(("dp", 2), ("tp", 2))
+    torch.manual_seed(3)
+    whole = {name: value.clone() for name, value in Model().state_dict().items()}
+    if context.rank == 0:
+        save_file({name: value for name, value in whole.items() if name != "head.weight"}, path)
+    torch.distributed.barrier()
+    with zero.init():
+        model = built(mesh["tp"])
+    zero.load_pretrained(model, path)
+    assert local_of(model.grouped).untyped_storage().nbytes() == 0
+    zero.initialize(model, sgd(model), zero.Config(timeout=20), mesh=mesh, data_dims="dp")
+    with zero.gathered(model):
+        for name, parameter in model.named_parameters():
+            found: Any = parameter
+            assert torch.equal(found.full_tensor(), whole[name]), name
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 def test_blocks_are_those_of_the_plain_constructors_values(cluster: Clusters, stage: int) -> None:
     cluster(4).run(body, stage=stage)
+
+
+def test_pretrained_values_are_read_by_blocks(cluster: Clusters, tmp_path: Path) -> None:
+    cluster(4).run(pretrained_body, path=str(tmp_path / "model.safetensors"))
