@@ -237,7 +237,7 @@ def tied_body(context: Context) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     mine, reference, model = mesh.get_local_rank("dp"), Tied(), Tied().parallel(mesh["tp"])
     plain = sgd(reference)
-    plan = zero.plan(model, sgd(model), ranks=2)
+    plan = zero.plan(model, sgd(model), mesh=mesh, data_dims="dp")
     assert sum(unit.parameters for unit in plan.units) == sum(
         p.numel() for p in map(local_of, model.parameters())
     )

@@ -46,7 +46,7 @@ class Stepped:
 class PlannedGroup:
     """A flat buffer. Sizes in elements, padding included.
 
-    numel, shard_numel: of the whole buffer, and of a rank's slice.
+    numel, shard_numel: of the whole buffer, and of a rank's slice. ranks: those that share a copy of it.
     dtype: of the parameters. given: theirs before `zero.initialize`, where that is wider. gathered: the one
         they are computed in. coded: whether they travel in 8 bits. own_codes: whether they are computed with
         in 8 bits, too.
@@ -66,6 +66,7 @@ class PlannedGroup:
 
     numel: int
     shard_numel: int
+    ranks: int
     dtype: torch.dtype
     given: torch.dtype
     gathered: torch.dtype
@@ -184,8 +185,8 @@ class PlannedUnit:
 
 
 class UnitPlanner:
-    """Plans the units of drafts. ranks: those that share a copy of the model. autocast: dtype that forwards
-    run under, None for none. moments: values that optimizers keep per element of each parameter."""
+    """Plans the units of drafts. autocast: dtype that forwards run under, None for none. moments: values that
+    optimizers keep per element of each parameter."""
 
     def __init__(
         self,
@@ -193,14 +194,12 @@ class UnitPlanner:
         drafts: Sequence[UnitDraft],
         config: Config,
         policy: GradientPolicy,
-        ranks: int,
         autocast: Dtype,
         moments: Mapping[nn.Parameter, float],
     ) -> None:
         self._order = _Order.of(model, drafts)
         self._policy = policy
-        self._ranks = ranks
-        self._shards = ranks if config.stage > 0 else 1  # slices that a buffer is cut in
+        self._sliced = config.stage > 0
         self._autocast = autocast
         self._moments = moments
         loads: dict[Tier, dict[int, float]] = defaultdict(lambda: defaultdict(float))
@@ -214,16 +213,17 @@ class UnitPlanner:
         groups = [self._group(group, draft.is_resident) for group in draft.groups]
         place = {parameter: index for index, (_, parameter) in enumerate(draft.plan.parameters)}
         sizes = [
-            {place[p]: local_of(p).numel() * group.gathered.itemsize for _, p in drafted.named}
+            (group.ranks, {place[p]: local_of(p).numel() * group.gathered.itemsize for _, p in drafted.named})
             for group, drafted in zip(groups, draft.groups, strict=True)
             if group.trainable
         ]
+        alone = [of_group for ranks, of_group in sizes if ranks == 1]
         return PlannedUnit(
             draft.plan.name,
             tuple(groups),
             parameters=sum(local_of(parameter).numel() for parameter in place),
-            largest=max((nbytes for of_group in sizes for nbytes in of_group.values()), default=0),
-            last=0 if self._ranks > 1 else max((of_group[min(of_group)] for of_group in sizes), default=0),
+            largest=max((nbytes for _, of_group in sizes for nbytes in of_group.values()), default=0),
+            last=max((of_group[min(of_group)] for of_group in alone), default=0),
             reached=self._order.is_reached(draft),
         )
 
@@ -243,8 +243,9 @@ class UnitPlanner:
         stored = draft.placement.gradients.stored
         tied = order.largest_tied(parameters)
         return PlannedGroup(
-            numel=draft.shard_numel * self._shards,
+            numel=draft.shard_numel * self._shards(draft),
             shard_numel=draft.shard_numel,
+            ranks=draft.shared_by,
             dtype=kind.dtype,
             given=given if kind.trainable and given.itemsize > kind.dtype.itemsize else kind.dtype,
             gathered=gathered,
@@ -256,7 +257,7 @@ class UnitPlanner:
             sent=policy.reduce_dtype or reduced,
             slice=policy.place_dtype(gathered) if stored else policy.slice_dtype(gathered),
             early=any(map(order.is_early, parameters)),
-            complete_early=self._ranks == 1 and all(map(order.is_early, parameters)),
+            complete_early=draft.shared_by == 1 and all(map(order.is_early, parameters)),
             held=sum(local_of(p).numel() for p in parameters if order.is_held(p)) * gathered.itemsize,
             adding=0 if tied is None else IN_A_SUM * local_of(tied).numel() * gathered.itemsize,
             begun=tied is not None and any(order.first[p] > order.first[tied] for p in parameters),
@@ -277,9 +278,13 @@ class UnitPlanner:
         kept = [
             (local_of(parameter).numel(), self._moments.get(parameter, 0)) for _, parameter in draft.named
         ]
-        if self._shards > 1:
+        if self._shards(draft) > 1:
             return max(each for _, each in kept)
         return sum(numel * each for numel, each in kept) / max(draft.shard_numel, 1)
+
+    def _shards(self, draft: GroupDraft) -> int:
+        """Slices that a buffer is cut in."""
+        return draft.shared_by if self._sliced else 1
 
     def _stepped(self, draft: GroupDraft) -> Stepped | None:
         if draft.stepped_by is None:

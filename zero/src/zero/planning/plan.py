@@ -7,10 +7,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from zero.communication.grid import ranks_of_replica
+from zero.communication.grid import Grid
 from zero.config.training import Config, dtype_named
+from zero.drafts.arrangement import arrangement
 from zero.drafts.checks import check_model
 from zero.drafts.preparation import prepare, settings
 from zero.drafts.unit_drafts import draft_units
@@ -33,7 +35,7 @@ AUTOCAST = (torch.bfloat16, torch.float16, torch.float32)
 class Plan:
     """What one rank takes, in bytes; `str()` of it is for people.
 
-    parameters, trainable: elements of the whole model.
+    ranks: those with different data. parameters, trainable: elements of the whole model.
     """
 
     config: Config
@@ -59,7 +61,10 @@ def plan(
     optimizer: Optimizer | Sequence[Optimizer],
     config: Config | None = None,
     *,
-    ranks: int,
+    ranks: int | None = None,
+    mesh: DeviceMesh | None = None,
+    data_dims: str | Sequence[str] | None = None,
+    shard_dims: str | Sequence[str] | None = None,
     autocast: torch.dtype | None = None,
 ) -> Plan:
     """Plan the memory and traffic of `zero.initialize(model, optimizer, config)` on `ranks` ranks.
@@ -70,33 +75,55 @@ def plan(
     optimizer step. It does not include activations, the modules' buffers, or temporaries of libraries and of
     torch's own optimizers. offload="auto" is planned as it begins, with the optimizer's state on the host.
 
+    mesh, data_dims, shard_dims: in place of `ranks`, as in `zero.initialize`, for this process's place in the
+    mesh. Parameters that are DTensors are planned by their blocks, and those of `Config(local_modules=...)`
+    by the ranks that have the same. What tensor parallelism itself moves is not in the plan. A mesh of any
+    size can be had in one process, with torch's process group "fake".
+
     autocast: dtype of `torch.autocast` around the forward; None for no autocast. Casts that it makes of
     parameters that stay whole count as activations.
 
     Raises what `initialize` raises for settings, models and optimizers that do not fit; UsageError for fewer
-    than one rank, and for a dtype that `torch.autocast` does not cast to.
+    than one rank, for ranks beside a mesh, and for a dtype that `torch.autocast` does not cast to.
     """
     config = settings(config)
-    if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
-        raise UsageError(f"ranks must be a whole number of at least 1, got {ranks!r}")
+    grid = _grid(config, ranks, mesh, data_dims, shard_dims)
     if autocast not in (None, *AUTOCAST):
         raise UsageError(f"autocast must be {', '.join(map(str, AUTOCAST))} or None, got {autocast!r}")
-    sharing = ranks_of_replica(config.shard_ranks, ranks)
     check_model(model, shapes_only=True)
     _check_dtypes(model, config)
-    prepared = prepare(model, optimizer, config, for_graphs=False)
+    prepared = prepare(model, optimizer, config, for_graphs=False, dims=grid.names if grid.told else ())
     moments = moments_of(prepared.optimizer, dtype_named(config.precision))
     placer = Placer(config.offload, ON_HOST)
-    drafts = draft_units(prepared, config, placer, lambda _: sharing, moments)
-    policy = GradientPolicy.of(config, ranks)
-    planner = UnitPlanner(model, drafts, config, policy, sharing, autocast, moments)
+    drafts = draft_units(prepared, config, placer, lambda apart: grid.size(grid.shards - apart), moments)
+    every, replicas = grid.size(grid.data), grid.size(grid.data - grid.shards)
+    policy = GradientPolicy.of(config, every)
+    planner = UnitPlanner(model, drafts, config, policy, autocast, moments)
     units = tuple(map(planner.unit, drafts))
-    scaled = ranks > 1 or config.clip_norm is not None or config.loss_scale is not None
-    memory = plan_memory(units, config, policy, scaled, ranks // sharing)
-    traffic = plan_traffic(units, config, policy, sharing, ranks // sharing)
+    scaled = every > 1 or config.clip_norm is not None or config.loss_scale is not None
+    memory = plan_memory(units, config, policy, scaled, replicas)
+    traffic = plan_traffic(units, config, policy, replicas)
     parameters = list(model.parameters())
     trainable = sum(p.numel() for p in parameters if p.requires_grad)
-    return Plan(config, ranks, sum(p.numel() for p in parameters), trainable, units, memory, traffic)
+    return Plan(config, every, sum(p.numel() for p in parameters), trainable, units, memory, traffic)
+
+
+def _grid(
+    config: Config,
+    ranks: int | None,
+    mesh: DeviceMesh | None,
+    data_dims: str | Sequence[str] | None,
+    shard_dims: str | Sequence[str] | None,
+) -> Grid:
+    if mesh is None and data_dims is None and shard_dims is None:
+        if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
+            raise UsageError(f"ranks must be a whole number of at least 1, got {ranks!r}")
+        return Grid.plain(ranks, config.shard_ranks)
+    if ranks is not None:
+        raise UsageError(f"ranks={ranks!r} and a mesh are both given: leave ranks out")
+    arranged = arrangement(None, mesh, data_dims, shard_dims, config)
+    assert arranged is not None
+    return arranged.grid
 
 
 def _check_dtypes(model: nn.Module, config: Config) -> None:

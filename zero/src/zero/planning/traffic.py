@@ -40,37 +40,38 @@ class TrafficPlan(Moved):
 
 
 def plan_traffic(
-    units: Sequence[PlannedUnit], config: Config, policy: GradientPolicy, ranks: int, replicas: int
+    units: Sequence[PlannedUnit], config: Config, policy: GradientPolicy, replicas: int
 ) -> TrafficPlan:
     """Plan what one rank moves in an optimizer step.
 
     Each unit is used once in a forward, in the order of names. A backward comes to a unit if one of its
     parameters is trained, or one with an earlier name; where inputs, a recomputation or another order take
-    the backward further, more is gathered. ranks: those that share a copy of the model. replicas: their
-    number.
+    the backward further, more is gathered. replicas: how many copies of the model there are.
     """
     micro_batches = config.gradient_accumulation_steps or 1
     reductions = 1 if policy.local else micro_batches
     collectives: dict[str, int] = {}
+    inside = 0.0  # bytes that leave this rank for others that share its copy
     between = 0  # bytes of the slices that replicas add up
     moved = Moved()
     kept = _kept_between(units, config.prefetch)
     for unit in units:
         gathers = micro_batches * (2 if unit.reached and unit.name not in kept else 1)
         for group in unit.groups:
-            for kind, nbytes in _collectives(group, reductions, ranks, gathers):
+            for kind, nbytes in _collectives(group, reductions, gathers):
                 collectives[kind] = collectives.get(kind, 0) + nbytes
+                inside += nbytes * _passes(kind, group.ranks) * (group.ranks - 1) / group.ranks
             between += _between_replicas(group, reductions, policy.fixed_tiers) if replicas > 1 else 0
             moved += _of_parameters(group, gathers)
             moved += _of_gradients(group, reductions)
             moved += _of_records(group, config.offload.compact)
             moved += _of_exchange(group)
-    whole = sum(nbytes * _passes(kind, ranks) for kind, nbytes in collectives.items())
-    inside = int(whole * (ranks - 1) / ranks)
     to_copies = int(between * _passes("all_reduce", replicas) * (replicas - 1) / replicas)
     if between:
         collectives["all_reduce"] = collectives.get("all_reduce", 0) + between
-    return TrafficPlan(**vars(moved), collectives=collectives, link=inside + to_copies, to_copies=to_copies)
+    return TrafficPlan(
+        **vars(moved), collectives=collectives, link=int(inside) + to_copies, to_copies=to_copies
+    )
 
 
 def _passes(kind: str, ranks: int) -> float:
@@ -88,8 +89,8 @@ def _kept_between(units: Sequence[PlannedUnit], prefetch: int) -> set[str]:
     return {name for name, over in ends.items() if name in uses[over : over + 1 + prefetch]}
 
 
-def _collectives(group: PlannedGroup, reductions: int, ranks: int, gathers: int) -> Iterator[tuple[str, int]]:
-    if ranks == 1:
+def _collectives(group: PlannedGroup, reductions: int, gathers: int) -> Iterator[tuple[str, int]]:
+    if group.ranks == 1:
         return
     if not group.sharded:
         if group.trainable:
