@@ -15,11 +15,13 @@ from torch.distributed.pipelining import (
     ScheduleInterleavedZeroBubble,
     ScheduleZBVZeroBubble,
 )
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
 from tests.zero.helpers.meshes import mesh_of
 from tests.zero.helpers.optimizers import sgd
+from tests.zero.helpers.tensor_parallel import compared
 from tests.zero.helpers.training import relative_error, state_error
 
 RANKS, STEPS, WIDTH, ROWS, MICRO_BATCHES, LAYERS, CLIP = 4, 3, 6, 8, 4, 4, 0.05
@@ -138,6 +140,38 @@ def pipeline_body(context: Context) -> dict[str, float]:
 
 def test_schedules_train_as_one_process(cluster: Clusters) -> None:
     for found in cluster(RANKS).run(pipeline_body, limit=60):
+        assert max(found.values()) < 1e-6, found
+
+
+def mixed_body(context: Context) -> dict[str, float]:
+    """Stages whose pairs of layers are divided along a third dimension."""
+    losses, norms, weights = reference()
+    mesh = mesh_of(("pp", 2), ("dp", 2), ("tp", 2))
+    number, place = mesh.get_local_rank("pp"), mesh.get_local_rank("dp")
+    part = Part(2 * number, 2)
+    plan = {f"layers.{2 * number}": ColwiseParallel(), f"layers.{2 * number + 1}": RowwiseParallel()}
+    parallelize_module(part, mesh["tp"], plan)
+    optimizer = sgd(part)
+    config = zero.Config(timeout=60, clip_norm=CLIP, local_modules={"*": "pp"})
+    engine = zero.initialize(part, optimizer, config, mesh=mesh, data_dims="dp")
+    schedule = schedule_of(Schedule1F1B, [part], number, mesh.get_group("pp"))
+    told, seen = [], []
+    for step in range(STEPS):
+        said: list[Tensor] = []
+        given = (rows(step, place),) if number == 0 else ()
+        ends = {"target": torch.ones(ROWS, WIDTH), "losses": said} if number == 1 else {}
+        schedule.step(*given, **ends)
+        optimizer.step()
+        seen.append(float(engine.grad_norm or 0))
+        optimizer.zero_grad()
+        told += [float(torch.stack(said).mean())] if said else []
+    mine = {name: weights[name] for name, _ in part.named_parameters()}
+    found = {"norms": relative_error(seen, norms), "weights": compared(engine, part, mine)}
+    return found | ({"losses": relative_error(told, [each[place] for each in losses])} if told else {})
+
+
+def test_a_pipeline_of_tensor_parallel_stages(cluster: Clusters) -> None:
+    for found in cluster(8).run(mixed_body, limit=100):
         assert max(found.values()) < 1e-6, found
 
 
