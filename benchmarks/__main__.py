@@ -30,6 +30,7 @@ from benchmarks import (
     offload,
     offload_peers,
     peers,
+    qlora,
     report,
     saving,
     step,
@@ -55,6 +56,12 @@ class Size(str, Enum):
     medium = "medium"
     large = "large"
     huge = "huge"
+
+
+class QloraSize(str, Enum):
+    tiny = "tiny"
+    small = "small"
+    one_billion = "1b"
 
 
 class Precision(str, Enum):
@@ -311,6 +318,25 @@ def saving_(
         limit=limit,
     )
     _report([partial(saving.run, options)], Outputs(json, markdown, name))
+
+
+@app.command("qlora")
+def qlora_(
+    size: Annotated[QloraSize, typer.Option(help="Llama from its configuration.")] = QloraSize.small,
+    ranks: Ranks = 2,
+    threads: Threads = 1,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences per rank.")] = 1,
+    length: Annotated[int, typer.Option(min=1, help="Tokens per sequence.")] = 128,
+    rounds: Rounds = 5,
+    steps: Annotated[int, typer.Option(min=1, help="Timed steps per turn.")] = 2,
+    limit: Limit = 300.0,
+    json: JsonFile = None,
+    markdown: MarkdownFile = None,
+    name: Name = "",
+) -> None:
+    """QLoRA sharded, beside LoRA in bf16 sharded and QLoRA unsharded; needs constraints-frameworks.txt."""
+    options = qlora.QloraOptions(size.value, ranks, threads, batch, length, rounds, steps, limit)
+    _report([partial(qlora.run, options)], Outputs(json, markdown, name))
 
 
 @app.command("consolidate")

@@ -103,6 +103,16 @@ COLUMNS: dict[Kind, tuple[Column, ...]] = {
         Column("first_loss", "first loss", _loss),
         Column("last_loss", "last loss", _loss),
     ),
+    "qlora": (
+        Column("way", "way"),
+        *TIMES,
+        Column("to_unsharded", "× unsharded", _times),
+        Column("rank_bytes", "rank MB", _megabytes),
+        Column("node_bytes", "node MB", _megabytes),
+        Column("to_bf16", "node × lora in bf16", _times),
+        Column("first_loss", "first loss", _loss),
+        Column("last_loss", "last loss", _loss),
+    ),
     "offload": (
         Column("by", "optimizer step"),
         *TIMES,
@@ -184,6 +194,11 @@ LEGENDS: dict[Kind, str] = {
         "reduced: a rank's collectives per step, as whole buffers. peak: of device memory in steps; of "
         "the CPU's peers, exact, on the simulated device with operations run one by one."
     ),
+    "qlora": (
+        "Milliseconds per step, of the slowest rank. Ratios are taken within each round, then their median. "
+        "rank: the largest peak resident set of a rank. node: peak PSS of all ranks. Both are taken during "
+        "the first steps, above the imported processes. Unsharded, each rank trains by itself."
+    ),
     "offload": (
         "Of the slowest rank, bf16 AdamW, gradients there already; ratios are taken within each round. raw "
         "disk: as many bytes, in the fastest pattern of the moment. B: read and written by all "
@@ -239,6 +254,12 @@ def title(result: Result) -> str:
         return (
             f"compiled: {s['size']} ({s['parameters'] / 1e6:.1f} M parameters), "
             f"{_count(s['ranks'], 'rank')} × {_count(s['threads'], 'thread')}{over}, "
+            f"batch {s['batch']} × {s['length']} per rank"
+        )
+    if result.kind == "qlora":
+        return (
+            f"qlora: {s['size']} ({s['parameters'] / 1e6:.1f} M parameters), "
+            f"{_count(s['ranks'], 'rank')} × {_count(s['threads'], 'thread')}, "
             f"batch {s['batch']} × {s['length']} per rank"
         )
     if result.kind == "offload":

@@ -8,7 +8,16 @@ from statistics import median
 from typing import Any, Literal
 
 Kind = Literal[
-    "step", "optimizer", "collectives", "bandwidth", "saving", "consolidate", "compiled", "offload", "bits"
+    "step",
+    "optimizer",
+    "collectives",
+    "bandwidth",
+    "saving",
+    "consolidate",
+    "compiled",
+    "offload",
+    "bits",
+    "qlora",
 ]
 
 
