@@ -18,7 +18,7 @@ from tests.zero.helpers.loops import train_on
 from tests.zero.helpers.models import device_of
 from tests.zero.helpers.training import adamw
 from tests.zero.helpers.wrappers import Codes, Nested, Packed, Wrapping
-from zero.sharding.forms import inner_leaves, named_leaves
+from zero.sharding.forms import descriptions, inner_leaves, named_leaves
 
 WIDTH = 16
 KINDS = {"codes": Codes, "nested": Nested, "packed": Packed}
@@ -210,6 +210,21 @@ def divided_body(context: Context) -> None:
 
 def test_blocks_of_codes_are_refused(cluster: Clusters) -> None:
     cluster(2).run(divided_body)
+
+
+def test_ranks_agree_on_the_order_of_tensors_that_a_class_gives_in_any(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Some give a set's, which differs from process to process."""
+
+    def seen() -> list[tuple[str, str]]:
+        model = built(Codes)
+        told = {id(leaf): text for leaf, text in descriptions(model).items()}
+        return [(name, told.get(id(leaf), "")) for name, leaf in named_leaves(model)]
+
+    before, given = seen(), Codes.__tensor_flatten__
+    monkeypatch.setattr(Codes, "__tensor_flatten__", lambda self: (given(self)[0][::-1], given(self)[1]))
+    assert seen() == before
 
 
 def test_a_plan_knows_them() -> None:

@@ -29,7 +29,7 @@ def is_wrapper(value: Any) -> bool:
 
 def inner_tensors(value: Tensor) -> dict[str, Tensor]:
     """The tensors that hold a wrapper's values, by name."""
-    return {name: getattr(value, name) for name in value.__tensor_flatten__()[0]}  # type: ignore[attr-defined]
+    return {name: getattr(value, name) for name in sorted(value.__tensor_flatten__()[0])}  # type: ignore[attr-defined]
 
 
 def kept_tensors(value: Tensor) -> list[Tensor]:
@@ -48,7 +48,7 @@ def described(value: Tensor, what: str) -> dict[str, Any]:
     path = f"{type(value).__module__}.{type(value).__qualname__}"
     if getattr(sys.modules.get(type(value).__module__), type(value).__qualname__, None) is not type(value):
         raise UsageError(f"{what} is of the class {path}, which is not found under that name")
-    inside = {name: getattr(value, name) for name in names}
+    inside = {name: getattr(value, name) for name in sorted(names)}
     for name, inner in inside.items():
         if is_wrapper(inner):
             raise UsageError(f"{what} wraps a {type(inner).__name__} as {name!r}, which wraps others itself")

@@ -190,8 +190,8 @@ def _of_wrapper(module: nn.Module, parameter: nn.Parameter) -> Leaves:
 
 
 def _inside(tensor: Any, prefix: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield the innermost tensors of a wrapper by name."""
-    for name in tensor.__tensor_flatten__()[0]:
+    """Yield the innermost tensors of a wrapper by name, in the order of these: some classes give a set's."""
+    for name in sorted(tensor.__tensor_flatten__()[0]):
         inner, path = getattr(tensor, name), prefix + name
         if not isinstance(inner, Tensor):  # a DTensor's mesh
             continue
@@ -204,7 +204,7 @@ def _inside(tensor: Any, prefix: str) -> Iterator[tuple[str, Tensor]]:
 def _told(tensor: Any) -> str:
     """What a wrapper says of itself, without where it is and what it is used for."""
     names, context = tensor.__tensor_flatten__()
-    inside = [getattr(tensor, name) for name in names]
+    inside = [getattr(tensor, name) for name in sorted(names)]
     told = [repr(context), *(_told(each) for each in inside if is_traceable_wrapper_subclass(each))]
     return re.sub(r" at 0x\w+|device\(.*?\)|requires_grad=\w+", "", " ".join(told))
 
