@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import faulthandler
 import fcntl
 import os
 import resource
 import shutil
 import signal
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -25,7 +27,7 @@ from tests.zero.helpers.paths import decaying, fresh, straight
 from tests.zero.helpers.waiting import wait_until
 from zero.communication.communicator import NamedHandle
 from zero.communication.failures import Issued
-from zero.observe.flight_file import Collective, Flight, read
+from zero.observe.flight_file import Collective, Flight, Issuing, path_of, read
 from zero.observe.flight_recorder import FlightRecorder
 from zero.observe.hang import explain, table
 
@@ -85,25 +87,35 @@ def test_a_hang_is_explained_in_one_sentence(disposable: Ranks, tmp_path: Path) 
         assert "rank 1 is at" in sentence
         assert "waiting.py" in sentence  # where the loader waits
         assert any("slow_loader" in line for line in flights[1].stacks["MainThread"])
-        last = flights[0].collectives[-1]
+        last = flights[0].lines[0].collectives[-1]
         assert last.bytes > 0
         assert "straight" in last.at or "train_on" in last.at
-        assert {"done"} < {each.state for each in flights[0].collectives}
+        assert {"done"} < {each.state for each in flights[0].lines[0].collectives}
     assert {flight.reason for flight in read(tmp_path / "signalled")} >= {"SIGUSR1"}
     assert "SIGUSR1" not in {flight.reason for flight in read(folder)[::2]}
 
 
-def flight(rank: int, last: int, state: str = "waited for", **changed: object) -> Flight:
+def flight(
+    rank: int, last: int, state: str = "waited for", alike: tuple[int, ...] = (0, 1, 2), **changed: object
+) -> Flight:
     each = [Collective(n, GATHER, "all_gather", "blocks.3", 256, "done", 9.0, "") for n in range(1, last)]
     held = Collective(last, GATHER, "all_gather", "blocks.3", 256, state, 31.4, "train.py:8 in step")
     place = "train.py:9 in main"
-    made = Flight(rank, 3, (0, 1, 2), "host", 100 + rank, time.time(), "", (*each, held), {}, place)
+    lines = (Issuing("a", alike, (*each, held)),)
+    made = Flight(rank, 3, "host", 100 + rank, time.time(), "", lines, {}, place)
     return replace(made, **changed)  # type: ignore[arg-type]
 
 
-def other(rank: int, text: str) -> Flight:
-    whole = flight(rank, 4)
-    return replace(whole, collectives=(*whole.collectives[:-1], replace(whole.collectives[-1], text=text)))
+def altered(whole: Flight, at: int, **changed: object) -> Flight:
+    """With another collective at a place."""
+    (line,) = whole.lines
+    every = list(line.collectives)
+    every[at] = replace(every[at], **changed)  # type: ignore[arg-type]
+    return replace(whole, lines=(replace(line, collectives=tuple(every)),))
+
+
+def other(rank: int, text: str, alike: tuple[int, ...] = (0, 1, 2)) -> Flight:
+    return altered(flight(rank, 4, alike=alike), -1, text=text)
 
 
 @pytest.mark.host
@@ -119,15 +131,66 @@ def test_what_is_said() -> None:
         f"step), but {reduce} on rank 1 (from train.py:8 in step)."
     )
     assert "none gets on: check the connections" in explain([flight(rank, 4) for rank in range(3)])
-    apart = replace(other(1, reduce), alike=(1,))  # of another coordinate: it need not issue the same
-    assert "none gets on" in explain([replace(flight(r, 4), alike=(0, 2)) for r in (0, 2)] + [apart])
-    one = flight(0, 4)
-    given_up = replace(one.collectives[1], state="failed")  # out of memory, and the program went on
-    resumed = replace(one, collectives=(one.collectives[0], given_up, *one.collectives[2:]))
+    apart = other(1, reduce, alike=(1,))  # of another coordinate: it need not issue the same
+    assert "none gets on" in explain([flight(r, 4, alike=(0, 2)) for r in (0, 2)] + [apart])
+    resumed = altered(flight(0, 4), 1, state="failed")  # out of memory, and the program went on
     assert "31 s in collective 4" in explain([resumed, flight(1, 3, "done"), flight(2, 4)])
     assert table([resumed])[0].startswith("rank 0 (host, pid 100): collective 4")
     assert "No rank waits" in explain([flight(rank, 4, "done") for rank in range(3)])
     assert "have left or begun" in explain([flight(0, 4), flight(1, 4, "under way"), flight(2, 4)])
+
+
+@pytest.mark.host
+def test_what_is_said_of_several_engines() -> None:
+    """Ranks 0 and 1 have an engine, ranks 1 and 2 another one: 0 waits for 1, which waits for 2."""
+    whole = [flight(rank, 4) for rank in range(3)]
+    first = [replace(each.lines[0], key="first", alike=(0, 1)) for each in whole[:2]]
+    second = [replace(each.lines[0], key="second", alike=(1, 2)) for each in whole[1:]]
+    left = replace(first[1], collectives=first[1].collectives[:-1])
+    busy = replace(second[1], collectives=second[1].collectives[:-1])
+    flights = [
+        replace(whole[0], lines=(first[0],)),
+        replace(whole[1], lines=(left, second[0])),
+        replace(whole[2], lines=(busy,)),
+    ]
+    assert explain(flights).startswith("Rank 2 has not come to where rank 1 has waited for 31 s")
+    assert [line.split(":")[1].split(",")[0] for line in table(flights)] == [
+        " collective 4",
+        " collective 4",
+        " collective 3",
+    ]
+    late = [*flights[:2], replace(whole[2], lines=())]  # whose engine is not made yet
+    assert explain(late).startswith("Rank 2 has not come to where rank 1 has waited for 31 s")
+
+
+def recorded_body(context: Context, folder: str) -> tuple[list[tuple[tuple[int, ...], bool]], str]:
+    """Two engines, one of which is made later and of groups of its own, and faulthandler beside."""
+    with open(Path(folder, f"stderr-{context.rank}"), "w+") as stderr:
+        before, sys.stderr = sys.stderr, stderr
+        faulthandler.register(signal.SIGUSR1)
+        again = dist.new_group(list(range(context.size)))
+        model, own = fresh(), fresh()
+        engine = zero.initialize(model, decaying(model), zero.Config(timeout=20))
+        engine.record_flight(folder)
+        other = zero.initialize(own, decaying(own), zero.Config(timeout=20), process_group=again)
+        train_on(engine, straight(model, 0, context.rank))
+        train_on(other, straight(own, 0, context.rank))
+        engine._communicator.barrier("both have trained")
+        if context.rank == 0:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        wait_until(lambda: path_of(Path(folder), context.rank).exists())
+        engine._communicator.barrier("all have written")
+        sys.stderr = before
+        stderr.seek(0)
+        (mine,) = [flight for flight in read(Path(folder)) if flight.rank == context.rank]
+        return [(line.alike, len(line.collectives) > 3) for line in mine.lines], stderr.read()
+
+
+def test_all_engines_are_recorded_and_faulthandler_writes_too(disposable: Ranks, tmp_path: Path) -> None:
+    told = disposable(2).run(recorded_body, limit=60, folder=str(tmp_path))
+    for lines, _ in told:
+        assert lines == [((0, 1), True), ((0, 1), True)]
+    assert "recorded_body" in told[0][1]
 
 
 @pytest.mark.host

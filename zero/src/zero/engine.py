@@ -18,6 +18,7 @@ from accelz import Accelerator
 from zero.checkpoint.checkpoints import Checkpoints
 from zero.checkpoint.load import Loaded, LoadOptions
 from zero.communication.communicator import Communicator
+from zero.communication.job import record_flight
 from zero.communication.ledger import Traffic
 from zero.config.paths import as_path
 from zero.config.training import Config
@@ -652,10 +653,10 @@ class Engine:
         """Write this rank's last 200 collectives and the stacks of its threads to `folder` when a collective
         fails, on SIGUSR1, and when another rank has written its own.
 
-        Every rank calls this with a folder that all see, as ZERO_FLIGHT_RECORDER=folder does for every engine
-        of a process; `zero explain-hang folder` says what happened.
+        Every rank calls this with a folder that all see, for all engines of the process, or is started with
+        ZERO_FLIGHT_RECORDER=folder; `zero explain-hang folder` says what happened.
         """
-        self._communicator.record_flight(as_path(folder).absolute())
+        record_flight(as_path(folder).absolute())
 
     # -- inside -----------------------------------------------------------------------------------------
 

@@ -12,7 +12,6 @@ import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 from zlib import crc32
 
@@ -148,10 +147,6 @@ class Communicator:
     def issued(self) -> int:
         """How many collectives and exchanges there have been so far."""
         return self.ledger.count
-
-    def record_flight(self, folder: Path) -> None:
-        """Write the last collectives and every stack to a folder when one fails; see `FlightRecorder`."""
-        self._groups.record_flight(folder)
 
     @property
     def waited(self) -> float:

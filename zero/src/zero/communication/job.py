@@ -26,7 +26,8 @@ from zero.communication.launch import Launch
 from zero.communication.line import Line
 from zero.config.paths import as_path
 from zero.errors import CommunicationError, RankMismatchError
-from zero.observe.flight_recorder import FlightRecorder, recorder_of
+from zero.observe.flight_file import Issuing
+from zero.observe.flight_recorder import FlightRecorder, known_recorder, recorder_of
 
 T = TypeVar("T")
 Parts = tuple[tuple[int, ...], ...]
@@ -75,16 +76,16 @@ class JobGroups:
         if self.recorder is not None:
             self.recorder.rearm()
 
-    def record_flight(self, folder: Path) -> None:
-        """Have the process's recorder write what is issued, with numbers among all ranks that were started.
-        Raises what `recorder_of` raises."""
-        groups = weakref.ref(self)
-        started = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        self.recorder = recorder_of(folder, *started)
-        self.recorder.alike = self.job.started(self.ranks)
-        self.recorder.collectives = lambda: [] if (alive := groups()) is None else alive.line.log.described()
-        self.recorder.rearm()
-        self.line.failures.recorder = self.recorder
+    def tell(self, recorder: FlightRecorder) -> None:
+        """Have a recorder write what is issued, with numbers among all ranks that were started."""
+        if self.recorder is None:
+            self.recorder = self.line.failures.recorder = recorder
+            groups = weakref.ref(self)
+            recorder.lines.append(lambda: None if (alive := groups()) is None else alive._issuing())
+
+    def _issuing(self) -> Issuing:
+        alike = self.job.started(self.ranks)
+        return Issuing(self.line.key, alike, tuple(self.line.log.described()))
 
     def part(self, parts: Parts) -> Group:
         """This rank's group of those that `parts` divide the job into. All ranks must call this the first
@@ -173,6 +174,17 @@ FLIGHTS = "ZERO_FLIGHT_RECORDER"
 """The variable that names a folder for flights, see `FlightRecorder`."""
 _LONG = 0.9  # timeouts; libraries' own clocks may end a wait a little early
 
+
+def record_flight(folder: Path) -> None:
+    """Have the process's recorder write what all its engines issue, those to come among them. Raises what
+    `recorder_of` raises."""
+    recorder = recorder_of(folder, torch.distributed.get_rank(), torch.distributed.get_world_size())
+    for job in list(_jobs.values()):
+        for groups in job.groups.values():
+            groups.tell(recorder)
+    recorder.rearm()
+
+
 _jobs: WeakKeyDictionary[ProcessGroup, Job] = WeakKeyDictionary()
 _groups: WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], Group]] = WeakKeyDictionary()
 """By default group and ranks: groups of meshes that have some of the ranks."""
@@ -218,7 +230,9 @@ def _join(
     job.engines += 1
     groups.new_line()
     if folder := os.environ.get(FLIGHTS):
-        groups.record_flight(as_path(folder).absolute())
+        record_flight(as_path(folder).absolute())
+    elif (recorder := known_recorder()) is not None:
+        record_flight(recorder.folder)
     return groups
 
 

@@ -23,15 +23,15 @@ class Line:
     Every new engine begins a new line on all ranks, so that one can be made after others have failed.
 
     group: all ranks of the job. engine: the number of the newest, from 1. alike: the ranks whose engines must
-    issue the same. name: says for messages which rank one is. count, log: how many entries there were, and
-    the last LOG_LENGTH.
+    issue the same. key: the same on all ranks, and no other line's. name: says for messages which rank one
+    is. count, log: how many entries there were, and the last LOG_LENGTH.
     """
 
     def __init__(
         self, group: Group, engine: int, alike: Sequence[int] | None = None, name: Callable[[int], str] = str
     ) -> None:
         alike = range(group.size) if alike is None else alike
-        key = unused_key(group, "zero/line")
+        key = self.key = unused_key(group, "zero/line")
         self.engine = engine
         self.count = 0
         self.log = Recent(LOG_LENGTH)

@@ -12,7 +12,7 @@ from typing import Any
 from zero.errors import StateError
 
 KEPT = 200
-"""How many of the last collectives are written."""
+"""How many of the last collectives of a line are written."""
 _NAME = "rank-{:05d}.flight.json"
 
 
@@ -36,19 +36,28 @@ class Collective:
 
 
 @dataclass(frozen=True)
+class Issuing:
+    """What the engines on some groups have issued. key: the same on their ranks, and no other line's. alike:
+    the ranks that must issue the same, this one among them. collectives: the last, in order."""
+
+    key: str
+    alike: tuple[int, ...]
+    collectives: tuple[Collective, ...]
+
+
+@dataclass(frozen=True)
 class Flight:
-    """One rank's. alike: the ranks that must issue the same, this one among them. time: in seconds since
-    1970. reason: why it was written. collectives: the last, in order. stacks: by thread, "file:line in
-    function", the innermost last. place: where the main thread is in the program."""
+    """One rank's. time: in seconds since 1970. reason: why it was written. lines: one for each set of groups.
+    stacks: by thread, "file:line in function", the innermost last. place: where the main thread is in the
+    program."""
 
     rank: int
     world_size: int
-    alike: tuple[int, ...]
     host: str
     pid: int
     time: float
     reason: str
-    collectives: tuple[Collective, ...]
+    lines: tuple[Issuing, ...]
     stacks: Mapping[str, list[str]]
     place: str
 
@@ -80,7 +89,12 @@ def read(folder: Path) -> list[Flight]:
 def _read(path: Path) -> Flight:
     try:
         fields: dict[str, Any] = json.loads(path.read_text())
-        collectives = tuple(Collective(**each) for each in fields.pop("collectives"))
-        return Flight(collectives=collectives, alike=tuple(fields.pop("alike")), **fields)
+        lines = tuple(
+            Issuing(
+                each["key"], tuple(each["alike"]), tuple(Collective(**one) for one in each["collectives"])
+            )
+            for each in fields.pop("lines")
+        )
+        return Flight(lines=lines, **fields)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise StateError(f"{path} is not what a flight recorder writes: {error}") from error

@@ -8,6 +8,7 @@ share, as whatever else they communicate through may be what hangs.
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import select
 import signal
@@ -16,14 +17,15 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
 from zero.errors import UsageError
-from zero.observe.flight_file import KEPT, Collective, Flight, path_of
+from zero.observe.flight_file import KEPT, Flight, Issuing, path_of
 from zero.warning import is_inside, warn
 
 LOOK_EVERY = 1.0
@@ -33,13 +35,12 @@ _ON_SIGNAL = "SIGUSR1"
 
 
 class FlightRecorder:
-    """Of a process. folder: which all ranks see, for their files. collectives(): the last ones, in order.
-    alike: as in `Flight`."""
+    """Of a process. folder: which all ranks see, for their files. lines: one for the groups of some engines,
+    which returns None once these are gone."""
 
     def __init__(self, folder: Path, rank: int, world_size: int) -> None:
         self.folder = folder
-        self.alike: tuple[int, ...] = tuple(range(world_size))
-        self.collectives: Callable[[], Sequence[Collective]] = list
+        self.lines: list[Callable[[], Issuing | None]] = []
         self.rank, self.world_size = rank, world_size
         folder.mkdir(parents=True, exist_ok=True)
         path_of(folder, rank).unlink(missing_ok=True)
@@ -96,15 +97,22 @@ class FlightRecorder:
             Flight(
                 rank=self.rank,
                 world_size=self.world_size,
-                alike=self.alike,
                 host=socket.gethostname(),
                 pid=os.getpid(),
                 time=time.time(),
                 reason=reason,
-                collectives=tuple(self.collectives())[-KEPT:],
+                lines=tuple(self._seen_lines()),
                 stacks={name: _stack(frame) for name, frame in frames.items()},
                 place="" if main is None else described(program_line(main)),
             ).write(self.folder)
+
+    def _seen_lines(self) -> Iterator[Issuing]:
+        for line in tuple(self.lines):
+            found = line()
+            if found is None:
+                self.lines.remove(line)
+            else:
+                yield replace(found, collectives=found.collectives[-KEPT:])
 
     def _ask_others(self) -> None:
         self._ask.write_text(f"{self.rank}\n")
@@ -118,6 +126,11 @@ class FlightRecorder:
 
 
 _of_process: list[FlightRecorder] = []
+
+
+def known_recorder() -> FlightRecorder | None:
+    """The process's recorder, if it has one."""
+    return next(iter(_of_process), None)
 
 
 def recorder_of(folder: Path, rank: int, world_size: int) -> FlightRecorder:
@@ -161,7 +174,7 @@ def _stack(frame: FrameType) -> list[str]:
 
 def _listen(into: int) -> int:
     """Have SIGUSR1 written to a pipe, beside what it did before. Returns where other signals are to be sent
-    on, or -1. What faulthandler has registered is not seen, and replaced.
+    on, or -1. faulthandler goes on writing to standard error: where else is not known.
 
     Only a main thread can. Elsewhere ranks still write when a collective fails, or when another asks; the
     pipe stays open, as its end would be read without a pause.
@@ -169,7 +182,11 @@ def _listen(into: int) -> int:
     if threading.current_thread() is not threading.main_thread():
         return -1
     before: Any = signal.getsignal(signal.SIGUSR1)
+    unregister: Any = faulthandler.unregister  # whose result typeshed does not know
+    dumps = unregister(signal.SIGUSR1)
     signal.signal(signal.SIGUSR1, before if callable(before) else _ignore)
+    if dumps:
+        faulthandler.register(signal.SIGUSR1, chain=True)
     return signal.set_wakeup_fd(into, warn_on_full_buffer=False)
 
 

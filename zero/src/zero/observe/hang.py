@@ -3,36 +3,72 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import inf
 
 from zero.observe.flight_file import Collective, Flight
 
 _WAITING = ("waited for", "beginning", "failed")
 
 
+@dataclass(frozen=True)
+class _Rank:
+    """A rank in one line. alike: as in `Issuing`. elsewhere: whether it waits in another line."""
+
+    rank: int
+    place: str
+    alike: tuple[int, ...]
+    collectives: tuple[Collective, ...]
+    elsewhere: bool
+
+
 def explain(flights: Sequence[Flight]) -> str:
     """flights: of the ranks of one job that have written any; at least one."""
-    sets = [[f for f in flights if f.alike == alike] for alike in dict.fromkeys(f.alike for f in flights)]
-    told = [*map(_difference, sets), *map(_absence, sets), *map(_stuck, sets)]
+    lines = list(_lines(flights))
+    absences = sorted(filter(None, map(_absence, lines)), key=lambda absence: absence[0])
+    told = [*map(_difference, lines), *(text for _, text in absences), *map(_stuck, lines)]
     return next(filter(None, told), "") or _nowhere(flights)
 
 
 def table(flights: Sequence[Flight]) -> list[str]:
     """A line for each rank: where it is, and the last collective that it has not left."""
-    lines = []
+    told = []
     for flight in flights:
-        last = _held_up(flight) or (flight.collectives[-1] if flight.collectives else None)
-        told = "no collective" if last is None else f"{_named(last)}: {last.state}, {last.seconds:.1f} s"
-        lines.append(f"rank {flight.rank} ({flight.host}, pid {flight.pid}): {told}; at {flight.place}")
-    return lines
+        held = [last for line in flight.lines if (last := _held_up(line.collectives))]
+        every = held or [line.collectives[-1] for line in flight.lines if line.collectives]
+        # Of several, the one that was issued last.
+        last = min(every, key=lambda each: each.seconds, default=None)
+        text = "no collective" if last is None else f"{_named(last)}: {last.state}, {last.seconds:.1f} s"
+        told.append(f"rank {flight.rank} ({flight.host}, pid {flight.pid}): {text}; at {flight.place}")
+    return told
 
 
-def _difference(flights: Sequence[Flight]) -> str:
+def _lines(flights: Sequence[Flight]) -> Iterator[list[_Rank]]:
+    """Each line as its ranks have it, the one in which the last was issued first. One that has not come to it
+    has issued nothing there."""
+    last: dict[tuple[str, tuple[int, ...]], float] = {}
+    for line in (line for flight in flights for line in flight.lines):
+        seconds = line.collectives[-1].seconds if line.collectives else inf
+        place = line.key, line.alike
+        last[place] = min(last.get(place, inf), seconds)
+    for key, alike in sorted(last, key=last.__getitem__):
+        found = []
+        for flight in flights:
+            if flight.rank in alike:
+                issued = [line.collectives for line in flight.lines if line.key == key]
+                others = (line.collectives for line in flight.lines if line.key != key)
+                elsewhere = any(map(_held_up, others))
+                found.append(_Rank(flight.rank, flight.place, alike, issued[0] if issued else (), elsewhere))
+        yield found
+
+
+def _difference(ranks: Sequence[_Rank]) -> str:
     """Where sequences part first; "" if they do not."""
-    by_number: dict[int, dict[str, list[tuple[Flight, Collective]]]] = defaultdict(lambda: defaultdict(list))
-    for flight in flights:
-        for each in flight.collectives:
-            by_number[each.number][each.text].append((flight, each))
+    by_number: dict[int, dict[str, list[tuple[_Rank, Collective]]]] = defaultdict(lambda: defaultdict(list))
+    for each in ranks:
+        for one in each.collectives:
+            by_number[one.number][one.text].append((each, one))
     for number, alike in sorted(by_number.items()):
         if len(alike) > 1:
             sides = [f"{text} on {_ranks(f for f, _ in who)}{_at(who[0][1])}" for text, who in alike.items()]
@@ -40,36 +76,38 @@ def _difference(flights: Sequence[Flight]) -> str:
     return ""
 
 
-def _absence(flights: Sequence[Flight]) -> str:
-    """Who has not come to where others wait; "" if all have."""
-    waiting = [(flight, held) for flight in flights if (held := _held_up(flight))]
+def _absence(ranks: Sequence[_Rank]) -> tuple[bool, str] | None:
+    """Who has not come to where others wait, and whether that is because they wait elsewhere; None if all
+    have."""
+    waiting = [(each, held) for each in ranks if (held := _held_up(each.collectives))]
     if not waiting:
-        return ""
+        return None
     number, held = _latest(waiting)
-    there = [flight for flight, each in waiting if each.number == number]
-    seconds = max(each.seconds for _, each in waiting if each.number == number)
+    there = [each for each, one in waiting if one.number == number]
+    seconds = max(one.seconds for _, one in waiting if one.number == number)
     wait = f"{_ranks(there)} {_have(there)} waited for {seconds:.0f} s in {_named(held)}"
-    silent = sorted(set(flights[0].alike) - {flight.rank for flight in flights})
+    silent = sorted(set(ranks[0].alike) - {each.rank for each in ranks})
     if silent:
         missed = "s" if len(silent) > 1 else ""
-        return (
+        return False, (
             f"Rank{missed} {', '.join(map(str, silent))} wrote nothing, dead or without a view of this "
             f"folder, and {wait}."
         )
-    behind = [f for f in flights if max((c.number for c in f.collectives), default=0) < number]
+    behind = [each for each in ranks if max((c.number for c in each.collectives), default=0) < number]
     if not behind:
-        return ""
-    where = "; ".join(f"rank {flight.rank} is at {flight.place}" for flight in behind)
-    return f"{_ranks(behind).capitalize()} {_have(behind)} not come to where {wait}: {where}."
+        return None
+    where = "; ".join(f"rank {each.rank} is at {each.place}" for each in behind)
+    text = f"{_ranks(behind).capitalize()} {_have(behind)} not come to where {wait}: {where}."
+    return all(each.elsewhere for each in behind), text
 
 
-def _stuck(flights: Sequence[Flight]) -> str:
+def _stuck(ranks: Sequence[_Rank]) -> str:
     """In what ranks wait that all have come to; "" if none waits."""
-    waiting = [(flight, held) for flight in flights if (held := _held_up(flight))]
+    waiting = [(each, held) for each in ranks if (held := _held_up(each.collectives))]
     if not waiting:
         return ""
     number, held = _latest(waiting)
-    if len(waiting) == len(flights) and all(each.number == number for _, each in waiting):
+    if len(waiting) == len(ranks) and all(each.number == number for _, each in waiting):
         return f"All ranks have come to {_named(held)}, and none gets on: check the connections between them."
     return (
         f"{_ranks(f for f, _ in waiting).capitalize()} wait in {_named(held)}, which the others "
@@ -82,13 +120,13 @@ def _nowhere(flights: Sequence[Flight]) -> str:
     return f"No rank waits in a collective: {places}."
 
 
-def _held_up(flight: Flight) -> Collective | None:
-    """The last collective that the rank waits in, as earlier ones may have been given up; None if it waits in
+def _held_up(collectives: Sequence[Collective]) -> Collective | None:
+    """The last of a line that the rank waits in, as earlier ones may have been given up; None if it waits in
     none."""
-    return next((each for each in reversed(flight.collectives) if each.state in _WAITING), None)
+    return next((each for each in reversed(collectives) if each.state in _WAITING), None)
 
 
-def _latest(waiting: Iterable[tuple[Flight, Collective]]) -> tuple[int, Collective]:
+def _latest(waiting: Iterable[tuple[_Rank, Collective]]) -> tuple[int, Collective]:
     held = max((each for _, each in waiting), key=lambda each: each.number)
     return held.number, held
 
@@ -101,12 +139,12 @@ def _at(each: Collective) -> str:
     return f" (from {each.at})" if each.at else ""
 
 
-def _ranks(flights: Iterable[Flight]) -> str:
-    numbers = [str(flight.rank) for flight in flights]
+def _ranks(ranks: Iterable[_Rank]) -> str:
+    numbers = [str(each.rank) for each in ranks]
     if len(numbers) == 1:
         return f"rank {numbers[0]}"
     return f"ranks {', '.join(numbers[:-1])} and {numbers[-1]}"
 
 
-def _have(flights: Sequence[Flight]) -> str:
-    return "has" if len(flights) == 1 else "have"
+def _have(ranks: Sequence[_Rank]) -> str:
+    return "has" if len(ranks) == 1 else "have"
