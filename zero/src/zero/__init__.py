@@ -17,6 +17,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from zero.average import EMA
     from zero.config.compilation import Compile
     from zero.config.deepspeed import from_deepspeed
     from zero.config.offload import Offload
@@ -52,6 +53,7 @@ _HOME = {  # where each public name lives; imported at its first use
     "CommunicationError": "errors",
     "Compile": "config.compilation",
     "Config": "config.training",
+    "EMA": "average",
     "ConfigError": "errors",
     "CorruptCheckpointError": "errors",
     "Engine": "engine",
@@ -83,6 +85,7 @@ __all__ = [
     "Config",
     "ConfigError",
     "CorruptCheckpointError",
+    "EMA",
     "Engine",
     "GradientOverflowError",
     "Lion",

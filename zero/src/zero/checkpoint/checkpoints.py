@@ -15,9 +15,17 @@ from typing import Any
 
 from torch import Tensor
 
+from zero.average import averages_in
 from zero.checkpoint import user_state
 from zero.checkpoint.background import BackgroundSave
-from zero.checkpoint.engine_state import EngineParts, check_state, chosen_of, collect, describe
+from zero.checkpoint.engine_state import (
+    EngineParts,
+    average_parts,
+    check_state,
+    chosen_of,
+    collect,
+    describe,
+)
 from zero.checkpoint.load import Loaded, LoadOptions, load
 from zero.checkpoint.rank_file import pack
 from zero.checkpoint.save_job import RankSave
@@ -27,6 +35,7 @@ from zero.checkpoint.stored_names import StoredNames
 from zero.config.paths import as_path
 from zero.config.sizes import human
 from zero.errors import UsageError
+from zero.files.manifest import average_key
 from zero.files.publication import Publication, check_name
 from zero.files.storage import DISK, Storage
 from zero.loading.together import Together
@@ -144,6 +153,9 @@ class Checkpoints:
         self._engine.accelerator.streams.synchronize()
         self._engine.communicator.check()  # results of a failed collective must not be published
         job.mine = collect(self._engine, _plain(rank_state), chosen, names)
+        for key, average in averages_in(state).items():
+            average.check_storable()
+            job.mine.parts += average_parts(average.slices, partial(average_key, key), chosen, names)
         if job.messages.rank == 0:
             job.described = {
                 "zero": __version__,

@@ -7,7 +7,7 @@ if the group were sharded. Module buffers, and optimizer state that is not one v
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,6 +43,7 @@ from zero.sharding.sharded_unit import ShardedUnit
 from zero.sharding.state_entries import entries_of
 from zero.tiers.joined import joined
 from zero.tiers.stored import Stored
+from zero.tiers.values import Values
 from zero.warning import warn
 
 
@@ -199,18 +200,38 @@ def check_state(engine: EngineParts) -> None:
                 check_storable(name, value, spec.name, piece.parameter, piece.piece.length < whole)
 
 
+def average_parts(
+    averages: Mapping[FlatGroup, Tensor],
+    key_of: Callable[[str], str],
+    chosen: Container[str],
+    names: StoredNames,
+) -> Iterator[Part]:
+    """This rank's slices of an average. key_of: the key of a parameter by its stored name."""
+    for group, flat in averages.items():
+        if group.mesh.is_first_copy:
+            yield from _slices(group, flat, key_of, chosen, names)
+
+
+def _slices(
+    group: FlatGroup,
+    flat: Values,
+    key_of: Callable[[str], str],
+    chosen: Container[str],
+    names: StoredNames,
+) -> Iterator[Part]:
+    """What this rank writes of a group's parameters. flat: its values."""
+    for piece in _written_by(group):
+        spec, values = group.layout.specs[piece.index], flat[piece.shard_slice]
+        if spec.name in chosen:
+            key = key_of(names.stored(spec.name)) + names.block(spec.name)
+            yield Part(key, spec.shape, values, piece.start, stride_of(spec))
+
+
 def _collect_group(
     engine: EngineParts, group: FlatGroup, found: RankState, chosen: Container[str], names: StoredNames
 ) -> None:
-    shards, flat = group.mesh.shards, group.widest
-    written: dict[int, slice] = {}  # by parameter, the elements of it
-    for piece in _written_by(group, shards.rank, shards.size):
-        spec, values = group.layout.specs[piece.index], flat[piece.shard_slice]
-        if spec.name not in chosen:
-            continue
-        key = model_key(names.stored(spec.name) + names.block(spec.name))
-        found.parts.append(Part(key, spec.shape, values, piece.start, stride_of(spec)))
-        written[piece.index] = slice(piece.start, piece.start + piece.length)
+    found.parts += _slices(group, group.widest, model_key, chosen, names)
+    written = {p.index: slice(p.start, p.start + p.length) for p in _written_by(group)}
     pieces: dict[int, list[SteppedPiece]] = {}
     for stepped in engine.sharded_optimizer.subs_of.get(group, ()):
         for mine in (piece for piece in stepped.pieces if stepped.name_of(piece) in chosen):
@@ -226,11 +247,12 @@ def _collect_group(
             _collect_state(engine, spec, of_parameter, window, found, names, whole)
 
 
-def _written_by(group: FlatGroup, rank: int, ranks: int) -> Sequence[Piece]:
-    """What a rank writes of a group's parameters: the pieces of its shard.
+def _written_by(group: FlatGroup) -> Sequence[Piece]:
+    """What this rank writes of a group's parameters: the pieces of its shard.
 
     Of a replicated group, the pieces that the rank's shard would have, at their places in the whole buffer.
     """
+    rank, ranks = group.mesh.shards.rank, group.mesh.shards.size
     if group.shards == ranks:
         return group.pieces
     cut = layout.plan(group.layout.specs, ranks, group.dtype.itemsize)

@@ -9,18 +9,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+from zero.average import EMA, averages_in
 from zero.checkpoint import random_state
 from zero.checkpoint.engine_state import EngineParts
 from zero.checkpoint.load_optimizer import OptimizerLoad
 from zero.checkpoint.stored_names import StoredNames
 from zero.errors import CheckpointError, StateError, UsageError, some
-from zero.files.manifest import Manifest, model_key
+from zero.files.manifest import Manifest, average_key, model_key
 from zero.files.names import Rename, match, raise_for, stored_in
 from zero.files.reader import Checkpoint, find
 from zero.files.storage import Storage
 from zero.loading.tensor_reader import TensorReader
 from zero.loading.together import Together
-from zero.loading.weights import fill_buffers, fill_units, targets
+from zero.loading.weights import fill_buffers, fill_slices, fill_units, targets
 from zero.migration_hints import no_tuple
 from zero.ranges import in_range
 from zero.sharding.forms import descriptions
@@ -214,11 +215,30 @@ class _Load:
         lost = [name for name in restore if name not in state]
         if lost:
             raise StateError(f"restore: the checkpoint's state has no {lost}; it has {list(state)}")
+        for key, average in averages_in(restore).items():
+            average.check_storable()
+            self._check_average(key, self._average_keys(key, average))
         for name, value in restore.items():
             if not hasattr(value, "load_state_dict"):
                 raise UsageError(
                     f"restore[{name!r}] is a {type(value).__name__}, which has no load_state_dict(): remove "
                     f"it, and read the value from what load_checkpoint returns, .state[{name!r}]"
+                )
+
+    def _average_keys(self, key: str, average: EMA) -> dict[str, str]:
+        """The keys of the tensors with an average, by the names of parameters that the checkpoint has."""
+        mine = (s for group in average.slices for s in group.layout.specs if s.numel)
+        return {s.name: average_key(key, self._sources[s.name]) for s in mine if s.name in self._sources}
+
+    def _check_average(self, key: str, keys: Mapping[str, str]) -> None:
+        """Raise StateError unless the checkpoint has this average of every parameter."""
+        tensors = self._manifest.tensors
+        for name, found in keys.items():
+            saved = tensors.get(found)
+            if saved is None or saved.shape != tensors[model_key(self._sources[name])].shape:
+                raise StateError(
+                    f"restore[{key!r}]: the checkpoint has no average of {name!r}: save it on every rank, "
+                    f"as in save_checkpoint(path, {{{key!r}: ema}}), or leave it out here"
                 )
 
     @in_range("load", "fill")
@@ -228,6 +248,8 @@ class _Load:
         fill_units(self._engine.units, self._reader, keys)
         fill_buffers(self._engine.module, self._reader, keys)
         load_rest(self._engine.module, self._extra_values)
+        for key, average in averages_in(self._options.restore).items():
+            fill_slices(average.slices, self._reader, self._average_keys(key, average))
         if self._optimizer is not None:
             self._optimizer.fill()
         if self._random_states:

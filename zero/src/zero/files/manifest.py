@@ -412,6 +412,11 @@ def state_key(key: str, name: str) -> str:
     return f"optimizer/{escape(key)}/{name}"
 
 
+def average_key(key: str, name: str) -> str:
+    """The key of the tensor with a parameter's average, which the program has saved as state `key`."""
+    return f"average/{escape(key)}/{name}"
+
+
 def escape(text: str) -> str:
     """`text` with "/" and "%" escaped, so that keys made of several parts stay distinct."""
     return text.replace("%", "%25").replace("/", "%2F")

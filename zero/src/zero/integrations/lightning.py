@@ -46,6 +46,7 @@ from zero.integrations.fabric import (
     unpacked,
 )
 from zero.integrations.lightning_ema import EMA as EMA
+from zero.integrations.lightning_ema import KEY
 from zero.integrations.lightning_metrics import Metrics as Metrics
 from zero.setup.initialization import initialize
 
@@ -251,7 +252,7 @@ class ZeroStrategy(OnAccelz, DDPStrategy):
         """
         averaged = self._averaged()
         if "optimizer_states" not in checkpoint:
-            with averaged.applied(self.engine) if averaged else nullcontext():
+            with averaged.average.applied() if averaged and averaged.average else nullcontext():
                 checkpoint["state_dict"] |= self.engine.state_dict()
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
@@ -263,8 +264,7 @@ class ZeroStrategy(OnAccelz, DDPStrategy):
             path = path / "saved"
         self.engine.save_checkpoint(
             path,
-            {REST: packed(checkpoint)},
-            rank_state={"average": averaged.average} if averaged and averaged.average else None,
+            {REST: packed(checkpoint)} | ({KEY: averaged.average} if averaged and averaged.average else {}),
             async_=background,
         )
 
@@ -280,9 +280,11 @@ class ZeroStrategy(OnAccelz, DDPStrategy):
         assert self.lightning_module is not None
         if path.is_dir():
             strict = self.lightning_module.strict_loading
-            loaded = self.engine.load_checkpoint(path, strict=strict, weights_only=not self._fits)
-            if self._fits and (averaged := self._averaged()):
-                averaged.restore(loaded.rank_states, self.engine)
+            averaged = self._averaged() if self._fits else None
+            restore = averaged.saved_in(path, self.engine) if averaged else {}
+            loaded = self.engine.load_checkpoint(
+                path, restore=restore, strict=strict, weights_only=not self._fits
+            )
             if REST not in loaded.state:
                 raise CheckpointError(
                     f"{path} was saved by an engine, not by a Trainer, and has no state of loops: load it "

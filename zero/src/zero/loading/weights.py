@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zero.files.boxes import Region
 from zero.files.manifest import is_row_major
@@ -55,6 +55,16 @@ def stored_region(group: FlatGroup, index: int, reader: TensorReader, key: str) 
     """What of a stored tensor is this rank's block of a parameter; None for all of it."""
     parameter = group.parameters[index]
     return region_of(parameter) if reader.shape(key) == tuple(parameter.shape) else None
+
+
+def fill_slices(slices: Mapping[FlatGroup, Tensor], reader: TensorReader, keys: Mapping[str, str]) -> None:
+    """Fill this rank's slices of further values of the parameters, (shard_numel,) by group."""
+    for group, flat in slices.items():
+        for piece in group.pieces:
+            spec = group.layout.specs[piece.index]
+            if spec.name in keys:
+                region = stored_region(group, piece.index, reader, keys[spec.name])
+                reader.fill(keys[spec.name], flat[piece.shard_slice], piece.start, stride_of(spec), region)
 
 
 def _fill_group(group: FlatGroup, reader: TensorReader, keys: Mapping[str, str]) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -20,8 +21,10 @@ from zero.gradients.skipped_steps import SkippedSteps
 from zero.optimizer.joint import members
 from zero.optimizer.stepped import StepGradients
 from zero.ranges import in_range
+from zero.sharding.flat_group import FlatGroup
 from zero.sharding.sharded_unit import ShardedUnit, refill
 from zero.tiers.stores import Stores
+from zero.tiers.values import fetch, put
 from zero.training_pass.training_pass import TrainingPass
 from zero.warning import warn
 
@@ -179,6 +182,25 @@ class Boundary:
             finally:
                 self.stores.join()
 
+    def exchange(self, others: Mapping[FlatGroup, Tensor]) -> None:
+        """Exchange this rank's weights, and masters, with `others` of the same sizes. Collective.
+
+        Raises UsageError between a backward and its step, which would step the others.
+        """
+        self.training_pass.check_not_in_use("exchange of weights")
+        if self.training_pass.backwards:
+            raise UsageError(_GRADIENTS)
+        self.integrity.check_complete()
+        self.integrity.check_refreshed()
+        self.optimizer.record_streamer.return_all_to_host()
+        with self.changing_weights(self.units), torch.no_grad():
+            for group, other in others.items():
+                before = fetch(group.widest, other.device, self.communicator).clone()
+                for values in dict.fromkeys((group.shard, group.widest)):
+                    put(values, slice(0, other.numel()), other)
+                other.copy_(before)
+        self._raise_disk_errors()
+
     @contextmanager
     def changing_weights(self, units: Iterable[ShardedUnit]) -> Iterator[None]:
         """Wrap a change of the shards of `units`.
@@ -229,6 +251,9 @@ class Boundary:
 _COUNTS = (
     "{} was called, but zero.Config(gradient_accumulation_steps=...) has a number, so the engine counts "
     "micro-batches: call {} instead, or leave the number out to decide yourself when a step is due"
+)
+_GRADIENTS = (
+    "the weights cannot be exchanged with their average between backward() and step(): call step() first"
 )
 _NOT_SUMMED = (
     "the last backward before step() was inside engine.no_sync(), so its gradients are no sums "

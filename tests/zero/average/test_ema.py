@@ -1,0 +1,99 @@
+"""The sharded average: its values, evaluation with it, and checkpoints at other numbers of ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+import zero
+from accelz.conformance.cluster import Clusters, Context
+from tests.zero.helpers.loops import train_on
+from tests.zero.helpers.models import fresh, language_loss
+from tests.zero.helpers.training import adamw
+from zero.errors import UsageError
+
+DECAY = 0.75
+SETTINGS: list[dict[str, Any]] = [
+    {"stage": 3, "precision": "bf16"},
+    {"stage": 0},
+    {"stage": 2, "precision": "bf16", "offload": {"optimizer": "host"}},
+    {"stage": 3, "precision": "bf16", "offload": {"optimizer": "disk", "params": "host"}},
+]
+
+
+def masters(engine: zero.Engine) -> dict[str, Tensor]:
+    """The trained parameters' whole values."""
+    named = engine.module.named_parameters()
+    return {n: engine.full_master(n).cpu() for n, p in named if p.requires_grad}
+
+
+def engine_of(folder: str, **settings: Any) -> zero.Engine:
+    if "disk" in settings.get("offload", {}).values():
+        settings["offload"] = settings["offload"] | {"path": folder}
+    model = fresh()
+    return zero.initialize(model, adamw(model), zero.Config(timeout=10, **settings))
+
+
+def averaged_body(context: Context, folder: str) -> None:
+    """The average of the masters, in every tier and stage; applied, saved, and resumed."""
+    for number, settings in enumerate(SETTINGS):
+        engine = engine_of(folder, **settings)
+        ema, wanted = zero.EMA(engine, DECAY), masters(engine)
+        for step in range(3):
+            train_on(engine, language_loss(engine.module, step, context.rank))
+            ema.update()
+            after = masters(engine)
+            wanted = {name: torch.lerp(wanted[name], after[name], 1 - DECAY) for name in wanted}
+        engine.zero_grad()
+        loss = language_loss(engine.module, 9, context.rank).detach()
+        with ema.applied():
+            assert same(masters(engine), wanted)
+            assert not torch.equal(language_loss(engine.module, 9, context.rank), loss)
+            engine.save_pretrained(f"{folder}/weights-{number}", dtype=torch.float32)
+            with pytest.raises(UsageError, match="inside ema"):
+                engine.save_checkpoint(f"{folder}/refused", {"ema": ema})
+        assert same(masters(engine), after)
+        assert torch.equal(language_loss(engine.module, 9, context.rank), loss)
+        saved = load_file(f"{folder}/weights-{number}/model.safetensors")
+        assert same({name: saved[name] for name in wanted}, wanted)
+        engine.save_checkpoint(f"{folder}/saved-{number}", {"ema": ema}, async_=number == 0)
+        engine.wait_for_checkpoint()
+        train_on(engine, language_loss(engine.module, 3, context.rank))
+        language_loss(engine.module, 4, context.rank).backward()
+        with pytest.raises(UsageError, match=r"between backward\(\) and step"):
+            ema.swap()
+        if context.rank == 0:
+            torch.save(wanted, f"{folder}/wanted-{number}")
+
+
+def same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> bool:
+    return found.keys() == wanted.keys() and all(torch.equal(found[n], wanted[n]) for n in wanted)
+
+
+def resumed_body(context: Context, folder: str) -> None:
+    """Each checkpoint, with the settings of another."""
+    for number in range(len(SETTINGS)):
+        engine = engine_of(folder, **SETTINGS[number - 1])
+        ema = zero.EMA(engine, 0.5)
+        engine.load_checkpoint(f"{folder}/saved-{number}", restore={"ema": ema})
+        assert (ema.decay, ema.updates) == (DECAY, 3)
+        with ema.applied():
+            assert same(masters(engine), torch.load(f"{folder}/wanted-{number}"))
+    engine.save_checkpoint(f"{folder}/without")
+    with pytest.raises(zero.StateError, match="state has no"):
+        engine.load_checkpoint(f"{folder}/without", restore={"ema": ema})
+    engine.save_checkpoint(f"{folder}/other", {"ema": {"decay": 1.0}})
+    with pytest.raises(zero.StateError, match="no average of"):
+        engine.load_checkpoint(f"{folder}/other", restore={"ema": ema})
+    with pytest.raises(UsageError, match="from 0 to 1"):
+        zero.EMA(engine, 2.0)
+
+
+def test_averages(cluster: Clusters, tmp_path: Path) -> None:
+    cluster(2).run(averaged_body, folder=str(tmp_path), limit=120)
+    cluster(1).run(resumed_body, folder=str(tmp_path), limit=120)
