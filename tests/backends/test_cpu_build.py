@@ -21,10 +21,12 @@ SECONDS = 200
 
 
 def wheel(folder: Path, **environment: str) -> Path:
-    """Build one from a copy of the sources, with the tools of this environment."""
+    """Build one from a copy of the sources, with the tools of this environment; what is compiled is compiled
+    without optimization, which takes most of the time."""
     pytest.importorskip("scikit_build_core")
     sources = shutil.copytree(PACKAGE, folder / "sources")
     command = [sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "-w", str(folder)]
+    command += ["--config-settings", "cmake.build-type=Debug"]
     done = subprocess.run(
         [*command, str(sources)],
         check=False,
