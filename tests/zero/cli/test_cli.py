@@ -17,7 +17,6 @@ import torch
 import zero
 from tests.zero.helpers import saved, synthetic
 from tests.zero.helpers.commands import refused, run
-from zero import cli
 from zero.config import sizes
 from zero.files import manifest as form
 
@@ -160,7 +159,7 @@ def test_what_the_system_refuses_is_one_message(checkpoint: Path, monkeypatch: p
     def denied(path: Path) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(cli, "open_source", denied)
+    monkeypatch.setattr("zero.sources.opening.open_source", denied)
     for command in ("inspect", "verify"):
         assert f"error: [Errno 13] Permission denied: '{checkpoint}'" in refused(command, checkpoint)
 

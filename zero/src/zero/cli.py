@@ -1,4 +1,7 @@
-"""The command line: `zero plan`, `consolidate`, `convert`, `inspect`, `verify`, `explain-hang`, `report`."""
+"""The command line: `zero plan`, `consolidate`, `convert`, `inspect`, `verify`, `explain-hang`, `report`.
+
+What a command needs is imported inside it, so that `zero --help` needs typer alone.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -28,19 +31,14 @@ from rich.progress import (
 )
 from rich.text import Text
 
+from zero.config.output import DEFAULT_MEMORY, Format, OutputDtype
 from zero.config.sizes import human, size
-from zero.consolidate import convert as to_zero
-from zero.consolidate import run
-from zero.consolidate.plan import OutputDtype
-from zero.consolidate.workers import DEFAULT_MEMORY, default_workers
 from zero.errors import ZeroError, printable, some
-from zero.files.storage import allow_more_files
-from zero.observe import hang
-from zero.observe.flight_file import read as read_flights
-from zero.sources.opening import open_source
-from zero.sources.source import Source
-from zero.sources.zero_checkpoint import ZeroSource
 from zero.version import __version__
+
+if TYPE_CHECKING:
+    from zero.consolidate.run import OnProgress, Options, Written
+    from zero.sources.source import Source
 
 app = typer.Typer(
     help="Plan the memory of a training job; inspect, verify, consolidate and convert checkpoints; explain a "
@@ -74,6 +72,8 @@ def clean(command: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(command)
     def wrapper(*args: Any, **kwargs: Any) -> None:
+        from zero.files.storage import allow_more_files
+
         allow_more_files()
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):  # whatever names are in files, in any locale
@@ -174,7 +174,7 @@ def consolidate(
         typer.Option(help="Dtype of floating-point weights; keep: the one each had in training."),
     ] = "fp32",
     format: Annotated[
-        run.Format, typer.Option(help="Format of the files; torch: as torch.save writes them.")
+        Format, typer.Option(help="Format of the files; torch: as torch.save writes them.")
     ] = "safetensors",
     max_shard_size: Annotated[str, typer.Option(help="Largest size of one file, e.g. 5GB, 500MiB.")] = "5GB",
     include: Include = None,
@@ -194,6 +194,9 @@ def consolidate(
     safetensors, and files of torch.save, without running code from them. OUT appears once all of it is on
     disk. A run that was killed continues when it is called again.
     """
+    from zero.consolidate import run
+    from zero.sources.opening import open_source
+
     common = _options(dtype, workers, memory, include, exclude)
     largest = size(max_shard_size)
     options = replace(common, format=format, max_shard_size=largest, overwrite=overwrite, verify=verify)
@@ -233,6 +236,10 @@ def convert(
     loads it, each rank its part. DeepSpeed loads a universal checkpoint at any stage and number of ranks,
     with {"checkpoint": {"load_universal": true}}.
     """
+    from zero.consolidate import convert as to_zero
+    from zero.sources.opening import open_source
+    from zero.sources.zero_checkpoint import ZeroSource
+
     options = _options("stored", workers, memory, include, exclude)
     with progress_bar() as progress:
         if to == "universal":
@@ -254,6 +261,8 @@ def inspect(
     as_json: AsJson = False,
 ) -> None:
     """Show what is in a checkpoint: names, shapes, dtypes, sizes, and the job that wrote it."""
+    from zero.sources.opening import open_source
+
     with open_source(checkpoint) as source:
         if as_json:
             print(json.dumps(_described(source), indent=2))
@@ -268,6 +277,9 @@ def inspect(
 @clean
 def verify(checkpoint: CheckpointPath, workers: Workers = None) -> None:
     """Read every byte of a checkpoint and compare it with its checksum; exit code 1 if one differs."""
+    from zero.consolidate import run
+    from zero.sources.opening import open_source
+
     with open_source(checkpoint) as source, progress_bar() as progress:
         problems = run.verify(source, workers, progress=progress)
         path, summed = printable(source.path), source.facts.get("checksums") != "none"
@@ -289,6 +301,9 @@ def explain_hang(
     ],
 ) -> None:
     """Say in one sentence why a job hangs or has failed, and where each rank is."""
+    from zero.observe import hang
+    from zero.observe.flight_file import read as read_flights
+
     flights = read_flights(folder)
     print(printable(hang.explain(flights)))
     for line in hang.table(flights):
@@ -319,8 +334,11 @@ def report(
 
 def _options(
     dtype: OutputDtype, workers: int | None, memory: str, include: list[str] | None, exclude: list[str] | None
-) -> run.Options:
-    return run.Options(
+) -> Options:
+    from zero.consolidate.run import Options
+    from zero.consolidate.workers import default_workers
+
+    return Options(
         dtype=dtype,
         workers=workers or default_workers(),
         memory=size(memory),
@@ -330,7 +348,7 @@ def _options(
 
 
 @contextmanager
-def progress_bar() -> Iterator[run.OnProgress]:
+def progress_bar() -> Iterator[OnProgress]:
     """Show bytes done, bytes per second and time left on stderr, if that is a terminal."""
     columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn()
     bar = Progress(*columns, TransferSpeedColumn(), TimeRemainingColumn(), console=errors, transient=True)
@@ -347,7 +365,7 @@ def progress_bar() -> Iterator[run.OnProgress]:
         yield told
 
 
-def _warn_of(result: run.Written) -> None:
+def _warn_of(result: Written) -> None:
     _warn("skipped (not a tensor)", result.left_out)
     _warn("left out by --include and --exclude", result.excluded)
     _warn("part of a model: the checkpoint was saved without", result.missing)

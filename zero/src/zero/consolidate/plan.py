@@ -9,14 +9,13 @@ import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Literal
 
+from zero.config.output import OutputDtype
 from zero.errors import CheckpointError, UsageError
 from zero.files.header import METADATA, lay_out
 from zero.files.manifest import ITEM_BYTES, Sized
 from zero.sources.source import TensorInfo
 
-OutputDtype = Literal["fp32", "bf16", "fp16", "keep", "stored"]
 _CAST = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 
 

@@ -11,20 +11,19 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 from safetensors import SafetensorError, safe_open
 
+from zero.config.output import DEFAULT_MEMORY, Format, OutputDtype
 from zero.consolidate.output import Converter, Output, comparing
-from zero.consolidate.plan import Chosen, OutputDtype, OutputPlan, choose, plan_safetensors
+from zero.consolidate.plan import Chosen, OutputPlan, choose, plan_safetensors
 from zero.consolidate.publish import Staging
-from zero.consolidate.workers import DEFAULT_MEMORY, Buffers, chunk_bytes, default_workers, run
+from zero.consolidate.workers import Buffers, chunk_bytes, default_workers, run
 from zero.errors import CheckpointError
 from zero.files.boundary import typed
 from zero.files.storage import DISK, Storage, write_whole
 from zero.sources.source import Chunk, Source
 
-Format = Literal["safetensors", "torch"]
 OnProgress = Callable[[str, int, int], None]
 """Called from any thread with the name of the current phase, its bytes done so far, and its bytes in all."""
 

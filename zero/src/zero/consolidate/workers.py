@@ -15,7 +15,6 @@ from zero.files.storage import PAGE
 from zero.files.stream import empty_aligned, view_of
 from zero.sources.source import Chunk
 
-DEFAULT_MEMORY = 128 << 20
 _SMALLEST, _LARGEST = 1 << 16, 1 << 22  # bytes of a chunk; larger ones are no faster
 _ROOM = 2 * PAGE  # lets a chunk fit wherever within a page it begins
 
