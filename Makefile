@@ -8,6 +8,8 @@ FRAMEWORKS := .venv-frameworks
 FRAMEWORKS_STAMP := $(FRAMEWORKS)/.installed
 DOCS := .venv-docs
 DOCS_STAMP := $(DOCS)/.installed
+RELEASE := .venv-release
+RELEASE_STAMP := $(RELEASE)/.installed
 SIM := examples/sim_backend
 SIM_STAMP := $(VENV)/.sim-installed
 BROWSERS := chromium chromium-browser google-chrome
@@ -19,7 +21,7 @@ ARGS ?=
 PYTEST_OPTIONS = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 PYTEST = $(BIN)/python -m pytest $(PYTEST_OPTIONS)
 
-.PHONY: setup sim arguments train test quick frameworks browser docs check lints format bench clean
+.PHONY: setup sim arguments train test quick frameworks browser docs release check lints format bench clean
 
 setup: $(STAMP)
 
@@ -80,6 +82,16 @@ $(DOCS_STAMP): $(STAMP) constraints-docs.txt scripts/layer_venv.py
 	$(DOCS)/bin/python -m pip install --quiet -c constraints.txt -r constraints-docs.txt
 	touch $@
 
+release: $(RELEASE_STAMP)  ## wheels, source archives and an SBOM in dist, tried; URL is the public repository's
+	$(RELEASE)/bin/python -m scripts.release $(or $(URL),$(error URL=https://HOST/OWNER/NAME is missing)) --out dist
+	$(RELEASE)/bin/python -m scripts.try_release dist $(ARGS)
+
+$(RELEASE_STAMP): $(STAMP) constraints-release.txt scripts/layer_venv.py
+	test -x $(RELEASE)/bin/python || $(BIN)/python -m venv --without-pip $(RELEASE)
+	$(RELEASE)/bin/python scripts/layer_venv.py $(VENV)
+	$(RELEASE)/bin/python -m pip install --quiet -c constraints.txt -r constraints-release.txt
+	touch $@
+
 check: setup lints  ## formatting, lint, types, and the project's own lints, one script each
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -105,4 +117,4 @@ bench: setup
 	$(BIN)/python -m benchmarks $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(FRAMEWORKS) $(DOCS) build runs
+	rm -rf $(VENV) $(FRAMEWORKS) $(DOCS) $(RELEASE) build dist runs

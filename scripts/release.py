@@ -1,19 +1,25 @@
-"""Makes the wheels of a release: `python -m scripts.release https://HOST/OWNER/NAME --out dist`.
+"""Makes a release: `python -m scripts.release https://HOST/OWNER/NAME --out dist`. See docs/release.md.
 
-The URL is that of the public repository. It is written into the packages' metadata, and into the links of
-their READMEs, which an index shows without the files beside them. Wheels with a native library get the
-manylinux tag of the oldest glibc that has all of its symbols: to serve older systems, build on one.
+Wheels and source archives of all packages are built twice and have to have the same bytes; each has to carry
+its licence. The URL is that of the public repository: it is written into the packages' metadata, and into the
+links of their READMEs, which an index shows without the files beside them. Wheels with a native library get
+the manylinux tag of the oldest glibc that has all of its symbols: to serve older systems, build on one.
+scripts/try_release.py installs what was made and uses it.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
+import tomllib
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from scripts.paths import ROOT
@@ -80,27 +86,71 @@ def tagged(wheel: Path) -> Path:
         return wheel
     tag = max(tags, key=lambda tag: int(tag.split("_")[2]))
     command = [sys.executable, "-m", "wheel", "tags", "--remove", "--platform-tag", tag, str(wheel)]
-    name = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    variables = os.environ | _time()
+    name = subprocess.run(command, env=variables, capture_output=True, text=True, check=True).stdout.strip()
     return wheel.with_name(Path(name).name)
 
 
-def build(package: str, url: str, out: Path) -> Path:
+def build(package: str, url: str, out: Path) -> tuple[Path, Path]:
+    """The package's wheel and source archive, in `out`; their files have the commit's time."""
     version = (ROOT / "VERSION").read_text().strip()
     blob = f"{url}/blob/v{version}"
+    out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
-        ignored = shutil.ignore_patterns("__pycache__", "build", "dist")
+        ignored = shutil.ignore_patterns("__pycache__", "build", "dist", "*.egg-info")
         sources = shutil.copytree(ROOT / package, Path(folder, package), ignore=ignored)
         for name, change in (("pyproject.toml", with_urls), ("README.md", absolute_links)):
             path = sources / name
             of = (url, blob) if change is with_urls else (package, blob)
             path.write_text(change(path.read_text(), *of))
-        made = Path(folder, "wheels")
-        command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
-        subprocess.run([*command, "--wheel-dir", str(made), str(sources)], check=True)
-        (wheel,) = made.glob("*.whl")
-        out.mkdir(parents=True, exist_ok=True)
-        ready = tagged(wheel)
-        return Path(shutil.move(ready, out / ready.name))
+        archive = _made(sources, "sdist", out)
+        wheel = tagged(_made(sources, "wheel", Path(folder)))
+        return Path(shutil.move(wheel, out / wheel.name)), archive
+
+
+def _made(sources: Path, kind: str, out: Path) -> Path:
+    """A wheel or an sdist, by the package's own build backend, in a process of its own."""
+    backend = tomllib.loads((sources / "pyproject.toml").read_text())["build-system"]["build-backend"]
+    call = f"import {backend} as backend; print(backend.build_{kind}({str(out.resolve())!r}))"
+    command, variables = [sys.executable, "-c", call], _environment(sources)
+    done = subprocess.run(command, check=False, cwd=sources, env=variables, capture_output=True, text=True)
+    if done.returncode:
+        raise ReleaseError(f"no {kind} of {sources.name} can be built:\n{done.stdout}{done.stderr}")
+    return out / done.stdout.split()[-1]
+
+
+def _environment(sources: Path) -> dict[str, str]:
+    """What makes a build say nothing of when and where it was made."""
+    flags = f"-ffile-prefix-map={sources}=. -ffile-prefix-map={tempfile.gettempdir()}=."
+    own = _time() | {"CXXFLAGS": f"{os.environ.get('CXXFLAGS', '')} {flags}".strip(), "PYTHONHASHSEED": "0"}
+    return os.environ | own
+
+
+def _time() -> dict[str, str]:
+    """The time of every file in an archive: SOURCE_DATE_EPOCH, otherwise the commit's. Seconds since 1970."""
+    if given := os.environ.get("SOURCE_DATE_EPOCH"):
+        return {"SOURCE_DATE_EPOCH": given}
+    command = ["git", "log", "-1", "--format=%ct"]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return {"SOURCE_DATE_EPOCH": found.stdout.strip()}
+
+
+def names(archive: Path) -> list[str]:
+    """The files in a wheel or a source archive."""
+    if archive.suffix == ".whl":
+        with zipfile.ZipFile(archive) as opened:
+            return opened.namelist()
+    with tarfile.open(archive) as opened:
+        return opened.getnames()
+
+
+def problems(first: list[Path], second: list[Path]) -> Iterator[str]:
+    """What is wrong with two builds of one release: archives without a licence, and those that differ."""
+    for archive, again in zip(first, second, strict=True):
+        if not any(name.endswith("/LICENSE") for name in names(archive)):
+            yield f"{archive.name} has no LICENSE"
+        if archive.name != again.name or archive.read_bytes() != again.read_bytes():
+            yield f"{archive.name} has other bytes when it is built again"
 
 
 def main() -> None:
@@ -108,8 +158,16 @@ def main() -> None:
     parser.add_argument("url")
     parser.add_argument("--out", type=Path, default=Path("dist"))
     given = parser.parse_args()
-    for package in PACKAGES:
-        print(build(package, given.url.rstrip("/"), given.out))
+    if given.out.is_dir() and any(given.out.iterdir()):
+        sys.exit(f"{given.out} is not empty: a release is made into an empty folder")
+    with tempfile.TemporaryDirectory() as again:
+        builds = [
+            [made for package in PACKAGES for made in build(package, given.url.rstrip("/"), out)]
+            for out in (given.out, Path(again))
+        ]
+        if found := list(problems(*builds)):
+            sys.exit("\n".join(found))
+    print("\n".join(f"{made.stat().st_size:>9,}  {made.name}" for made in builds[0]))
 
 
 if __name__ == "__main__":

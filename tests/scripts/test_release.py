@@ -16,7 +16,7 @@ from scripts.paths import ROOT
 from trove_classifiers import classifiers
 
 from accelz_cpu import native
-from scripts import release
+from scripts import release, try_release
 
 URL = "https://example.org/team/house"
 BLOB = f"{URL}/blob/v1"
@@ -96,13 +96,24 @@ def test_the_native_wheel_needs_nothing_but_glibc(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_wheel_has_it_all(tmp_path: Path) -> None:
-    wheel = release.build("accelz_xpu", URL, tmp_path / "dist")
-    with zipfile.ZipFile(wheel) as archive:
-        (name,) = (n for n in archive.namelist() if n.endswith("/METADATA"))
-        metadata = email.message_from_bytes(archive.read(name))
+def test_a_release_has_it_all_and_the_same_bytes_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    builds = [[*release.build("accelz_xpu", URL, tmp_path / name)] for name in ("dist", "again")]
+    assert [*release.problems(*builds)] == []
+    (wheel, archive) = builds[0]
+    with zipfile.ZipFile(wheel) as opened:
+        (name,) = (n for n in opened.namelist() if n.endswith("/METADATA"))
+        metadata = email.message_from_bytes(opened.read(name))
     assert f"Repository, {URL}" in metadata.get_all("Project-URL", [])
     assert metadata["Author"] == "The accelz and zero authors"
     assert metadata["License-Expression"] == "Apache-2.0"
     version = (ROOT / "VERSION").read_text().strip()
     assert f"[accelz]({URL}/blob/v{version}/accelz)" in metadata.get_payload()
+    assert archive.name == f"accelz_xpu-{version}.tar.gz"
+    assert try_release.needs([wheel]) == []  # but accelz, which comes from the same folder
+
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
+    other = [*release.build("accelz_xpu", URL, tmp_path / "other")]
+    found = [*release.problems(builds[0], other)]
+    assert [problem for problem in found if f"{wheel.name} has other bytes" in problem]
