@@ -14,6 +14,8 @@ import pytest
 import torch
 from bitsandbytes.functional import dequantize_blockwise
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.optim import Optimizer
 
 import zero
@@ -183,3 +185,51 @@ def test_state_is_the_unsharded_one_and_loads_at_any_number_of_ranks(
             assert torch.equal(state["0.weight/state1.dequantised"], wanted)
         else:
             assert saved[f"{name}, stage 3"][2]["0.weight/exp_avg"].dtype is torch.float32
+
+
+class Stage(nn.Module):
+    """Some of the model's layers, under their names there."""
+
+    def __init__(self, *numbers: int) -> None:
+        super().__init__()
+        for number in numbers:
+            self.add_module(str(number), model()[number])  # type: ignore[index]
+
+
+def mesh_body(context: Context, path: str) -> dict[str, Any]:
+    """State in 8 bits: from ranks that all have data to a pipeline's stages and back, but not into blocks."""
+    name, found = "torchao AdamW8bit", {}
+    make = OPTIMIZERS[name]
+    with eagerly():
+        one = engine_of(name)
+        trained(one, STEPS)
+        one.save_checkpoint(f"{path}/one")
+        wanted = state_of(one)
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+        stage = Stage(2) if mesh.get_local_rank("pp") else Stage(0)
+        staged = zero.initialize(
+            stage, make(stage), zero.Config(timeout=30, local_modules={"*": "pp"}), mesh=mesh, data_dims="dp"
+        )
+        staged.load_checkpoint(f"{path}/one")
+        mine = {n: staged.full_optimizer_state(n) for n, _ in stage.named_parameters() if n in NAMES}
+        found["stage"] = all(
+            torch.equal(value, wanted[f"{n}/{key}"])
+            for n, state in mine.items()
+            for key, value in state.items()
+        )
+        staged.save_checkpoint(f"{path}/stages")
+        again = engine_of(name, stage=1)
+        again.load_checkpoint(f"{path}/stages")
+        found["again"] = same(state_of(again), wanted)
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        blocks = model()
+        parallelize_module(blocks, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        config = zero.Config(timeout=30, whole_parameters=False)
+        with pytest.raises(zero.OptimizerError, match=r"'exp_avg' of '0\.weight' has blocks of a slice"):
+            zero.initialize(blocks, make(blocks), config, mesh=mesh, data_dims="dp")
+    return found
+
+
+def test_state_goes_into_stages_but_not_into_blocks(cluster: Clusters, tmp_path: Path) -> None:
+    for found in cluster(4).run(mesh_body, path=str(tmp_path), limit=120):
+        assert all(found.values()), found
