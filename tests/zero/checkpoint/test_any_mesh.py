@@ -26,6 +26,7 @@ from zero.sources.zero_checkpoint import ZeroSource
 pytestmark = pytest.mark.host  # meshes of gloo's
 
 
+LOADED = ("no mesh", "dp tp", "tp of four", "ep tp", "dp ep", "twice", "pp tp", "parts")
 DCP = ("dp tp", "ep tp", "twice")  # also saved by torch.distributed.checkpoint
 
 
@@ -43,8 +44,8 @@ def table_body(context: Context, folder: str) -> dict[Any, list[str]]:
         if context.rank == 0:
             torch.save(wholes[name], Path(folder) / f"{name}.pt")
     found = {}
-    for name, layout in LAYOUTS.items():
-        job = Job(layout, 100)
+    for name in LOADED:
+        job = Job(LAYOUTS[name], 100)
         for saved, expected in wholes.items():
             job.engine.load_checkpoint(Path(folder) / saved)
             found[saved, name] = job.has(expected)
@@ -70,7 +71,7 @@ def table(cluster: Clusters, tmp_path_factory: pytest.TempPathFactory) -> tuple[
     return folder, cluster(RANKS).run(table_body, folder=str(folder), limit=120)
 
 
-@pytest.mark.parametrize("loaded", LAYOUTS)
+@pytest.mark.parametrize("loaded", LOADED)
 @pytest.mark.parametrize("saved", LAYOUTS)
 def test_any_job_loads_what_any_other_has_saved(
     table: tuple[Path, list[Any]], saved: str, loaded: str
