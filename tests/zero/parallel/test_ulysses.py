@@ -95,6 +95,27 @@ def test_divided_sequences_train_as_whole_ones(cluster: Clusters) -> None:
         assert max(found.values()) < 1e-6, found
 
 
+def compiled_body(context: Context) -> float:
+    losses, _, _ = unsharded((1,), 1, True)
+    mesh = mesh_of(("dp", 1), ("cp", 2))
+    group, model, told = mesh.get_group("cp"), Decoder((1,)), []
+    config = zero.Config(timeout=60, clip_norm=CLIP, compile=zero.Compile(inner="aot_eager"))
+    engine = zero.initialize(model, sgd(model), config, mesh=mesh, data_dims=("dp", "cp"))
+    for step in range(STEPS):
+        batch = {key: value.to(engine.device) for key, value in batch_of(step, 0).items()}
+        inputs, labels = tokens.split_batch(batch, group)
+        with ulysses.Attention(group):
+            loss = tokens.cross_entropy(model(**inputs), labels, group)
+            train_on(engine, loss)
+        told.append(loss.item())
+    return relative_error(told, [loss for (loss,) in losses])
+
+
+@pytest.mark.host  # one graph breaks as the other
+def test_attention_is_left_out_of_graphs(cluster: Clusters) -> None:
+    assert max(cluster(2).run(compiled_body, limit=100)) < 1e-6
+
+
 def attention_body(context: Context) -> None:
     """The function itself: widths, masks, gradients, and what it refuses."""
     group, device = torch.distributed.group.WORLD, accelz.current().device

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -81,8 +81,13 @@ def mean(total: Tensor, count: Tensor, group: ProcessGroup) -> Tensor:
     what the mean is over: with one row's ranks ("cp"), rows count alike, however many labels they have; with
     the ranks of all rows (both "dp" and "cp"), labels do.
     """
-    found: Tensor = _Mean.apply(total, count, group)
+    found: Tensor = untraced(_Mean.apply, total, count, group)
     return found
+
+
+def untraced(call: Callable[..., Any], *arguments: Any) -> Any:
+    """Call something outside of the graphs that `torch.compile` makes: accelz' collectives are not traced."""
+    return (torch.compiler.disable(call) if torch.compiler.is_compiling() else call)(*arguments)
 
 
 class _Mean(torch.autograd.Function):

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 import accelz
 from zero.errors import ModelError, UsageError
-from zero.parallel.tokens import TIMEOUT
+from zero.parallel.tokens import TIMEOUT, untraced
 
 _attend = F.scaled_dot_product_attention
 _BACKWARDS = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
@@ -208,7 +208,7 @@ def _to_tokens(whole: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def _exchange(parts: Tensor, group: ProcessGroup) -> Tensor:
-    found: Tensor = _Exchange.apply(parts, group)
+    found: Tensor = untraced(_Exchange.apply, parts, group)
     return found
 
 
