@@ -15,7 +15,7 @@ def test_parameters_are_shared_out_evenly() -> None:
         ranks, count = generator.randint(1, 9), generator.randint(0, 40)
         sizes = [generator.randint(0, 1000) for _ in range(count)]
         loads = [0] * ranks
-        for index, rank in share_out(enumerate(sizes), ranks).items():
+        for index, rank in share_out((n, size, ranks) for n, size in enumerate(sizes)).items():
             loads[rank] += sizes[index]
         best = max(-(-sum(sizes) // ranks), max(sizes, default=0))
         pairs = sorted(sizes, reverse=True)[ranks - 1 : ranks + 1]  # two of these must share a rank

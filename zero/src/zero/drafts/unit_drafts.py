@@ -146,7 +146,9 @@ def draft_units(
     def shards(kind: GroupKind) -> int:
         return sharing(kind.apart) if config.stage > 0 else 1
 
-    stepped_by = _share_out(cuts, shards)
+    kinds = [(kind, named) for cut in cuts for kind, named in cut.groups.items()]
+    split = [(k, named) for k, named in kinds if k.stepping.whole and k.trainable and shards(k) > 1]
+    stepped_by = share_out((p, p.numel(), shards(kind)) for kind, named in split for _, p in named)
     beside = _StateBeside(stepped_by, moments, shards)
     policy = GradientPolicy.of(config, sharing(frozenset()))
     candidates = [
@@ -178,21 +180,6 @@ def _draft(
 ) -> GroupDraft:
     ranks = tuple(stepped_by[p] for _, p in named if p in stepped_by)
     return GroupDraft(tuple(named), kind, shared_by, candidate.shard_numel, placement, ranks or None)
-
-
-def _share_out(cuts: Sequence[_Cut], shards: Callable[[GroupKind], int]) -> dict[nn.Parameter, int]:
-    """Return the rank that steps a parameter, for each that is stepped whole where ranks have slices of it.
-
-    All ranks come to the same assignment. shards: how many slices a group has.
-    """
-    found: dict[nn.Parameter, int] = {}
-    whole: dict[int, list[nn.Parameter]] = {}  # by the number of slices
-    for kind, named in (group for cut in cuts for group in cut.groups.items()):
-        if shards(kind) > 1 and kind.stepping.whole and kind.trainable:
-            whole.setdefault(shards(kind), []).extend(p for _, p in named)
-    for ranks, parameters in whole.items():
-        found |= share_out(((p, p.numel()) for p in parameters), ranks)
-    return found
 
 
 def reserve_disk(

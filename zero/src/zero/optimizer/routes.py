@@ -38,18 +38,20 @@ class Routes:
         return sum(self.taken)
 
 
-def share_out(sizes: Iterable[tuple[K, int]], ranks: int) -> dict[K, int]:
-    """Give each parameter a rank: the largest parameter first, each to the rank that has least so far.
+def share_out(sizes: Iterable[tuple[K, int, int]]) -> dict[K, int]:
+    """Give each parameter one of the ranks that have slices of it: the largest first, each to the rank that
+    has least so far of those that are cut into as many slices.
 
-    The largest load is at most 4/3 of what it is in the best distribution (Graham, Bounds on Multiprocessing
+    sizes: parameters, their elements and numbers of slices. All ranks come to the same assignment. The
+    largest load is at most 4/3 of what it is in the best distribution (Graham, Bounds on Multiprocessing
     Timing Anomalies, 1969).
     """
-    loads = [0] * ranks
+    loads: dict[int, list[int]] = {}  # by the number of slices
     found: dict[K, int] = {}
-    for key, numel in sorted(sizes, key=lambda item: -item[1]):
-        rank = loads.index(min(loads))
-        found[key] = rank
-        loads[rank] += numel
+    for key, numel, slices in sorted(sizes, key=lambda item: -item[1]):
+        of_ranks = loads.setdefault(slices, [0] * slices)
+        found[key] = rank = of_ranks.index(min(of_ranks))
+        of_ranks[rank] += numel
     return found
 
 

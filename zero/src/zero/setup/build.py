@@ -140,13 +140,8 @@ def _stepping(
 ) -> dict[FlatGroup, GroupStepping]:
     """How groups are stepped that are there already, each in one way."""
     kinds = {group: next(iter(ways_of(group.parameters, ways)), Stepping()) for group in groups}
-    whole: dict[int, list[nn.Parameter]] = {}  # by the number of slices
-    for group, way in kinds.items():
-        if way.whole and group.shards > 1:
-            whole.setdefault(group.shards, []).extend(group.parameters)
-    by: dict[nn.Parameter, int] = {}
-    for ranks, parameters in whole.items():
-        by |= share_out(((p, p.numel()) for p in parameters), ranks)
+    whole = [group for group, way in kinds.items() if way.whole and group.shards > 1]
+    by = share_out((p, p.numel(), group.shards) for group in whole for p in group.parameters)
     return {
         group: GroupStepping(way.rule, tuple(by[p] for p in group.parameters if p in by) or None)
         for group, way in kinds.items()
