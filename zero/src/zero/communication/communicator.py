@@ -34,6 +34,9 @@ from zero.errors import CommunicationError, RankMismatchError
 from zero.observe.observation import Observation
 from zero.warning import warn
 
+SPREAD_BYTES = 4 << 20
+"""Of one broadcast of first values: libraries may keep room for the largest message there has been."""
+
 
 class NamedHandle:
     """A collective under way that knows which unit it serves. mark(): called before and after it is waited
@@ -205,10 +208,11 @@ class Communicator:
     def spread(self, unit: str, tensor: Tensor, mesh: Mesh, source: int = 0) -> None:
         """Give every rank of a mesh the values of the one that is in the place of rank `source` of `group`,
         and wait. Ranks that differ along `mesh.apart` keep different values. tensor: as in `broadcast`."""
-        if mesh.data.size > 1:
-            self.broadcast(unit, tensor, mesh.places[source], mesh.data)
-        if mesh.beyond is not None:
-            self.broadcast(unit, tensor, 0, mesh.beyond)
+        for part in tensor.split(SPREAD_BYTES // tensor.element_size()):
+            if mesh.data.size > 1:
+                self.broadcast(unit, part, mesh.places[source], mesh.data)
+            if mesh.beyond is not None:
+                self.broadcast(unit, part, 0, mesh.beyond)
 
     def check(self) -> None:
         """Raise CommunicationError if the library has aborted a collective asynchronously.
