@@ -110,3 +110,19 @@ def test_ranks_that_differ_in_some_modules_are_told(cluster: Clusters) -> None:
             assert len(messages) == (case in FOUND), (case, messages)
             assert all(FOUND[case] in message for message in messages), (case, messages)
         assert not any(second.values()), second
+
+
+def large_body(context: Context) -> tuple[int, bool]:
+    """A unit that is broadcast in several pieces, of which the last is shorter."""
+    torch.manual_seed(context.rank)
+    model = nn.Linear(1200, 1000, bias=False)
+    torch.manual_seed(0)
+    first = nn.Linear(1200, 1000, bias=False).weight.detach()
+    engine = zero.initialize(model, adamw(model), zero.Config(timeout=20))
+    count = engine.traffic.calls["broadcast"]
+    with zero.gathered(model):
+        return count, torch.equal(model.weight.detach().cpu(), first)
+
+
+def test_large_units_are_broadcast_in_pieces(cluster: Clusters) -> None:
+    assert cluster(2).run(large_body) == [(2, True)] * 2
