@@ -118,9 +118,12 @@ def check_dtypes(prepared: Prepared, config: Config, accelerator: Accelerator) -
     missing = wanted - accelerator.capabilities.dtypes
     if missing:
         have = ", ".join(sorted(str(d) for d in accelerator.capabilities.dtypes))
+        named = [pair for plan in prepared.plans for pair in plan.parameters]
+        trained = [name for name, p in named if p.requires_grad and p.dtype in missing]
+        of = f", as {some(trained)} would be trained in" if trained else ""
         raise ConfigError(
             f"the device {accelerator.name!r} does not support {', '.join(str(d) for d in missing)} "
-            f"(it has {have}); choose another precision, "
+            f"(it has {have}){of}; choose another precision, "
             "or name frozen parameters that are only unpacked in exact_parameters"
         )
 
