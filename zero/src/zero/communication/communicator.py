@@ -450,8 +450,10 @@ class Communicator:
             raise
         line.waits.over(wait)
         issued.state = "under way"
-        transfers.mark(timed)
-        mark = None if timed is None else partial(transfers.mark, timed)
+        mark = None
+        if timed is not None:
+            transfers.mark(timed)
+            mark = partial(transfers.mark, timed)
         return NamedHandle(handle, issued, line, ranks, mark)
 
 

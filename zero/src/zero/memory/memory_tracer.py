@@ -22,7 +22,9 @@ from zero.tiers.device_bytes import DeviceBytes
 from zero.tiers.tracer import PhaseName
 
 LOOK_EVERY = 1.0
-"""Seconds."""
+"""Seconds, at least."""
+LOOK_SHARE = 1000
+"""The least time between looks, in times of what one takes."""
 
 
 class MemoryTracer:
@@ -46,7 +48,7 @@ class MemoryTracer:
         self._reducer: Callable[[], GradientReducer | None] = lambda: None  # weak, like the next
         self._optimizer: Callable[[], ShardedOptimizer | None] = lambda: None
         self._begun = 0.0
-        self._looked = -LOOK_EVERY
+        self._next_look = 0.0
         self._now: dict[str, int] = {}
         self._samples: list[Sample] = []
         self._away = 0  # gradients that have left
@@ -148,8 +150,9 @@ class MemoryTracer:
     def now(self) -> dict[str, int]:
         """Bytes of the device by category, for observers of the run. Looked up once in a while: where the
         device is the host, it takes longer than other reports."""
-        if time.monotonic() - self._looked > LOOK_EVERY:
-            self._looked, stats = time.monotonic(), self._memory.stats()
+        if (began := time.monotonic()) > self._next_look:
+            stats = self._memory.stats()
+            self._next_look = time.monotonic() + max(LOOK_EVERY, LOOK_SHARE * (time.monotonic() - began))
             counted = {"allocated": stats.allocated, "peak": stats.peak, "capacity": stats.capacity}
             self._now = {**asdict(self.held()), **counted}
         return self._now

@@ -53,7 +53,7 @@ class Console(Observer):
         self._bar.start()
 
     def step(self, step: Step) -> None:
-        metrics = step.metrics()
+        metrics = step.metrics() if self._show else {}
         shown = {name: metrics[name] for name in self._show if name in metrics}
         if self._began is None:
             self._began = step.number, step.time

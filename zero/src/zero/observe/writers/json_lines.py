@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from math import inf, isfinite
 from pathlib import Path
+from typing import TextIO
 
 from zero.observe.observer import Event, Observer, Run, Step
 
@@ -25,6 +26,7 @@ class JsonLines(Observer):
 
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)
+        self._file: TextIO | None = None
         self._run: Run | None = None
         self._units: Mapping[str, int] = {}
 
@@ -42,16 +44,23 @@ class JsonLines(Observer):
         fields = asdict(event)
         self._write({"event": fields.pop("kind"), **fields, "rates": event.rates}, event.step + 1)
 
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
     def _write(self, line: dict[str, object], step: int) -> None:
         if self._run is not None:
             run, self._run = asdict(self._run), None
             self._drop_from(step)
             self._write({"event": "begin", "step": step - 1, "time": time.time(), **run}, step)
         finite = {k: None if isinstance(v, float) and not isfinite(v) else v for k, v in line.items()}
-        with self._path.open("a") as file:
-            file.write(json.dumps(finite) + "\n")
+        if self._file is None:
+            self._file = self._path.open("a", buffering=1)  # a line is there as soon as it is written
+        self._file.write(json.dumps(finite) + "\n")
 
     def _drop_from(self, step: int) -> None:
+        self.close()
         if self._path.exists():
             lines = self._path.read_text(errors="replace").split("\n")
             new = self._path.with_name(f"{self._path.name}.new")
