@@ -31,6 +31,8 @@ class Capabilities:
     compile: what `torch.compile` does for the device. "aot_eager": graphs of forward and backward are traced
     and run one operation at a time. "inductor": code is generated for them too.
     dtypes: the floating-point types that kernels, matrix products and collectives support; float32 always.
+    peak_flops: the floating-point operations in a second that the device's data sheet gives for dense matrix
+    products in 16 bits; 0 where it is not known. By it, an engine tells the share that training reaches.
     """
 
     asynchronous: bool = False
@@ -46,6 +48,7 @@ class Capabilities:
     shared_device: bool = False
     compile: Compilation = "none"
     dtypes: frozenset[torch.dtype] = frozenset({torch.float32})
+    peak_flops: float = 0.0
 
     def flags(self) -> dict[str, bool]:
         """The yes/no capabilities by name."""

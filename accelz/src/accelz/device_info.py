@@ -36,6 +36,7 @@ def facts(accelerator: Accelerator) -> dict[str, Any]:
         "dtypes": sorted(str(d).removeprefix("torch.") for d in accelerator.capabilities.dtypes),
         "memory": _memory(accelerator),
         "memory_granularity": accelerator.capabilities.memory_granularity,
+        "peak_flops": accelerator.capabilities.peak_flops,
         "kernels": {name: accelerator.kernels.origin(name) for name in kernels.NAMES},
         "collectives": f"{_class_name(accelerator.collectives)} ({accelerator.collectives.spec})",
         "flat_buffers": _class_name(accelerator.flat_buffers),

@@ -143,6 +143,9 @@ ROUNDS: dict[str, dict[str, Lie]] = {
         "a seed of eight bits": Lie("Rng.seed", "every_bit_of_a_seed", "rng", SeedOfEightBits),
         "a state is not put back": Lie("Rng.set_state", "a_state_comes_back", "rng", StateIgnored),
         "streams are declared": Lie("Streams.new", "several_queues", flags={"streams": True}),
+        "a peak is too low": Lie(
+            "Capabilities.peak_flops", "no_faster_than_the_peak", flags={"peak_flops": 1.0}
+        ),
         "skip is ignored": Lie("Kernels.step", "test_step[sgd", "kernels", SkipIgnored),
         "a tail is overrun": Lie("Kernels.accumulate", "test_accumulate", "kernels", TailOverrun),
         "nonfinite is missed": Lie(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -213,18 +213,23 @@ def test_an_observed_step_does_not_wait_for_the_device(cluster: Clusters) -> Non
 
 
 def offloaded_body(context: Context, path: str) -> list[Step]:
-    told = Recorder(every_rank=True)
+    told, declared = Recorder(every_rank=True), context.accelerator.capabilities
+    context.accelerator.capabilities = replace(declared, peak_flops=1e9)
     for offload in (zero.Offload(optimizer="host"), zero.Offload(optimizer="disk", path=path)):
         model = fresh()
         config = zero.Config(precision="bf16", offload=offload, timeout=20)
         training = Training(model, adamw(model), config)
-        with training.engine.observe(told):
+        with training.engine.observe(told, flops_per_token=6.0):
             one_step(training, context, 0)
+    context.accelerator.capabilities = declared
     return told.steps
 
 
-def test_bytes_between_tiers_are_told(cluster: Clusters, device: str, tmp_path: Path) -> None:
+def test_bytes_between_tiers_and_mfu_by_the_declared_peak_are_told(
+    cluster: Clusters, device: str, tmp_path: Path
+) -> None:
     for host, disk in cluster(2).run(offloaded_body, path=str(tmp_path)):
+        assert host.mfu == pytest.approx(10 / host.seconds * 6.0 / 1e9)
         away = host.moved.get("to host", 0), host.moved.get("to device", 0)
         assert away == (0, 0) if device == "cpu" else min(away) > 0
         assert min(disk.moved["from disk"], disk.moved["to disk"]) > 0

@@ -605,12 +605,14 @@ class Engine:
         The result's `close()`, the end of a `with` block around it, or of the program, tells what is left.
 
         flops_per_token: the model's floating-point operations, forward and backward (see `count_flops`).
-        peak_flops: of the device, in a second. Both are for the MFU.
+        peak_flops: of the device, in a second; that which its backend declares where it is left out. Both are
+        for the MFU.
         """
         observation = self._communicator.observation
         first = self._communicator.whole.rank == 0
         mine = [each for each in observers if first or each.every_rank]
         if mine:
+            peak_flops = peak_flops or self.accelerator.capabilities.peak_flops
             observation.begin(mine, self._run(), weakly(self._facts), flops_per_token, peak_flops)
         return Observing(observation, mine)
 

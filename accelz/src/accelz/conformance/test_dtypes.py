@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from accelz.accelerator import Accelerator
 from accelz.conformance.contract import expect, expect_close, named
 from accelz.conformance.marks import FLOATS, about, dtype_name, proves
 
+WIDTH, PRODUCTS, ROUNDS = 1024, 4, 3
 FP32_BOUND = 8 * torch.finfo(torch.float32).eps
 
 
@@ -33,6 +36,18 @@ class DtypeContract:
         for dtype in further:
             with named("Capabilities.dtypes", f"{dtype} is declared and must work in a matrix product"):
                 self.check(accelerator, dtype)
+
+    @about("Capabilities.peak_flops")
+    def test_products_are_no_faster_than_the_peak(self, accelerator: Accelerator) -> None:
+        """A matrix product does fewer operations in a second than are declared as the device's peak."""
+        peak = accelerator.capabilities.peak_flops
+        if peak == 0:
+            pytest.skip("peak_flops is not declared")
+        where, do = "Capabilities.peak_flops", "declare what the data sheet says of dense products in 16 bits"
+        expect(isinstance(peak, (int, float)) and peak > 0, where, "must be above 0", repr(peak), do)
+        narrow = torch.bfloat16 in accelerator.capabilities.dtypes
+        reached = _flops(accelerator, torch.bfloat16 if narrow else torch.float32)
+        expect(reached <= peak, where, f"products must not exceed {peak:g}", f"{reached:g} in a second", do)
 
     def check(self, accelerator: Accelerator, dtype: torch.dtype) -> None:
         torch.manual_seed(0)
@@ -60,3 +75,18 @@ class DtypeContract:
 
 class TestDtypes(DtypeContract):
     pass
+
+
+def _flops(accelerator: Accelerator, dtype: torch.dtype) -> float:
+    """The operations in a second of the fastest of a few rounds of matrix products."""
+    matrix = torch.full((WIDTH, WIDTH), 1 / WIDTH, device=accelerator.device, dtype=dtype)
+    seconds = []
+    for _ in range(ROUNDS):
+        accelerator.streams.synchronize()
+        started = time.perf_counter()
+        for _ in range(PRODUCTS):
+            _ = matrix @ matrix
+        accelerator.flush()
+        accelerator.streams.synchronize()
+        seconds.append(time.perf_counter() - started)
+    return 2 * WIDTH**3 * PRODUCTS / min(seconds)
