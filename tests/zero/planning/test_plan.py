@@ -374,3 +374,46 @@ def test_the_command_refuses(tmp_path: Path) -> None:
     assert "'a.weight" in refused("plan", tmp_path / "both", "-n", 2)
     synthetic.save(tmp_path / "weights", {"a.weight": torch.ones(4, 4)})
     assert "needs the model's classes" in refused("plan", tmp_path / "weights", "-n", 2, "--autocast", "bf16")
+
+
+def test_activations_of_a_batch() -> None:
+    """Each block keeps its input for the backward; the model is as it was, and needs no memory."""
+    with torch.device("meta"):
+        model = blocks()
+        batch = torch.empty(10, WIDTH)
+    made = zero.plan(model, torch.optim.AdamW(model.parameters()), ranks=2, batch=batch)
+    assert made.memory.activations["forward"] >= 3 * batch.nbytes  # the first input is the caller's
+    assert made.memory.device == made.memory.total("backward")
+    assert "activations" in str(made)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    with pytest.raises(zero.UsageError, match="does not run without values"):
+        zero.plan(model, torch.optim.AdamW(model.parameters()), ranks=2, batch={"tokens": batch})
+
+
+SCRIPT = """
+import torch
+
+class Words(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = torch.nn.Embedding(8, 4)
+
+    def forward(self, input_ids):
+        return self.table(input_ids)
+"""
+
+
+def test_the_command_counts_activations_and_suggests_names(tmp_path: Path) -> None:
+    (tmp_path / "words.py").write_text(SCRIPT)
+    target = f"{tmp_path}/words.py"
+    sizes = "-n", "1", "--batch", "2", "--sequence", "5"
+    numbers = json.loads(run("plan", f"{target}:Words", *sizes, "--json").stdout)
+    assert numbers["activations"]["forward"] >= 2 * 5 * 4 * 4
+    text = run(
+        "plan", f"{target}:Words", "-n", "1", "--batch", "2", "--sequence", "5", "--memory", "1GB"
+    ).stdout
+    assert "left for module buffers and libraries" in text
+    assert "did you mean 'Words'?" in refused("plan", f"{target}:Word", "-n", "1")
+    assert "--batch and --sequence go together" in refused(
+        "plan", f"{target}:Words", "-n", "1", "--batch", "2"
+    )

@@ -33,7 +33,7 @@ from rich.text import Text
 
 from zero.config.output import DEFAULT_MEMORY, Format, OutputDtype
 from zero.config.sizes import human, size
-from zero.errors import ZeroError, printable, some
+from zero.errors import UsageError, ZeroError, printable, some
 from zero.version import __version__
 
 if TYPE_CHECKING:
@@ -137,6 +137,10 @@ def plan(
     memory: Annotated[
         str | None, typer.Option(help="MemoryLimit of one device, e.g. 80GB: exit code 1 if nothing fits.")
     ] = None,
+    batch: Annotated[
+        int | None, typer.Option(min=1, help="Rows of a rank's batch of tokens, to count activations.")
+    ] = None,
+    sequence: Annotated[int | None, typer.Option(min=1, help="Tokens in a row of the batch.")] = None,
     compare: Annotated[
         bool, typer.Option("--compare", help="Compare stages and offload settings side by side.")
     ] = False,
@@ -144,7 +148,8 @@ def plan(
 ) -> None:
     """Show the memory and traffic of a training step, before anything is allocated.
 
-    They are those of model state: activations, modules' buffers, and what libraries take come on top.
+    They are those of model state and, with --batch and --sequence, of activations; modules' buffers, and what
+    libraries take, come on top.
     """
     from zero.config.training import DTYPES  # torch takes a second to import
     from zero.planning import command
@@ -157,7 +162,10 @@ def plan(
     options = targets.options_of(optimizer_options)
     dtype = None if autocast is None else DTYPES[autocast]
     room = None if memory is None else size(memory)
-    planned = command.planner_for(target, optimizer, options, ranks, dtype)
+    if (batch is None) is not (sequence is None):
+        raise UsageError("--batch and --sequence go together: the rows of a batch, and the tokens in each")
+    sizes = None if batch is None or sequence is None else (batch, sequence)
+    planned = command.planner_for(target, optimizer, options, ranks, dtype, sizes)
     plans = command.plans_for(planned, settings, compare)
     print(command.as_json(plans, compare) if as_json else command.as_text(plans, compare, room))
     if room is not None and not any(command.fits(made, room) for made in plans.values()):

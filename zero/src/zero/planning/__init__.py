@@ -3,6 +3,7 @@
 Modules, lowest first:
 
 groups, order           units and groups as numbers; in which order they are used
+activations             a forward and backward without values
 peaks                   a step played through
 memory, traffic         what a rank keeps in each memory; what it sends
 text                    all of it for people

@@ -15,7 +15,7 @@ from zero.config.sizes import human
 from zero.config.training import Config
 from zero.errors import ConfigError, OptimizerError, UsageError
 from zero.planning.plan import Plan, plan
-from zero.planning.target import is_guessed, model_of, optimizers_of
+from zero.planning.target import batch_of, is_guessed, model_of, optimizers_of
 from zero.planning.text import table
 
 Planned = Callable[[Config], Plan]
@@ -29,17 +29,23 @@ ELSEWHERE = {
 
 
 def planner_for(
-    target: str, optimizer: str, options: dict[str, Any], ranks: int, autocast: torch.dtype | None
+    target: str,
+    optimizer: str,
+    options: dict[str, Any],
+    ranks: int,
+    autocast: torch.dtype | None,
+    sizes: tuple[int, int] | None = None,
 ) -> Planned:
-    """Plans of a model for any settings; the model is built once."""
-    if autocast is not None and is_guessed(target):
+    """Plans of a model for any settings; the model is built once. sizes: rows and tokens of a batch."""
+    if (autocast is not None or sizes is not None) and is_guessed(target):
         raise UsageError(
-            "--autocast needs the model's classes, but a checkpoint has only names: write "
+            "--autocast, or --batch, needs the model's classes, but a checkpoint has only names: write "
             "package.module:function or file.py:function for one that returns the model"
         )
     model = model_of(target)
     made = optimizers_of(optimizer, options, model)
-    return lambda config: plan(model, made, config, ranks=ranks, autocast=autocast)
+    batch = None if sizes is None else batch_of(model, *sizes)
+    return lambda config: plan(model, made, config, ranks=ranks, autocast=autocast, batch=batch)
 
 
 def as_json(plans: Mapping[str, Plan], compare: bool) -> str:
@@ -67,6 +73,7 @@ def _as_dict(made: Plan) -> dict[str, Any]:
         "gradients": memory.gradients,
         "buffers": memory.buffers,
         "peaks": {phase: asdict(held) | {"total": held.total} for phase, held in memory.peaks.items()},
+        "activations": memory.activations,
         "device": memory.device,
         "host": memory.host,
         "disk": memory.disk,
@@ -80,13 +87,14 @@ def fits(made: Plan, memory: int) -> bool:
 
 
 def _verdict(made: Plan, memory: int) -> str:
-    """Whether the plan fits a device of `memory` bytes, and what is left for activations."""
-    peaks = {phase: held.total for phase, held in made.memory.peaks.items()}
+    """Whether the plan fits a device of `memory` bytes, and what is left besides."""
+    peaks = {phase: made.memory.total(phase) for phase in made.memory.peaks}
     phase = max(peaks, key=lambda name: peaks[name])
     if not fits(made, memory):
         return f"does not fit: {phase} needs {human(peaks[phase] - memory)} more than {human(memory)}"
     left = memory - max(peaks["forward"], peaks["backward"])
-    return f"fits: {human(left)} of {human(memory)} are left for activations and everything else"
+    rest = "module buffers and libraries" if made.memory.activations else "activations and everything else"
+    return f"fits: {human(left)} of {human(memory)} are left for {rest}"
 
 
 def plans_for(planned: Planned, base: Config, compare: bool) -> dict[str, Plan]:

@@ -1,14 +1,15 @@
-"""What training keeps in each memory, without activations and buffers of modules, which are the caller's."""
+"""What training keeps in each memory, with activations where a batch is given; without buffers of modules."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from zero.config.training import Config
 from zero.gradients.group_gradients import GradientPolicy
+from zero.planning.activations import Activations
 from zero.planning.groups import PlannedGroup, PlannedUnit
 from zero.planning.peaks import Sums, backward, before_step, building, forward, step
 from zero.tiers.device_bytes import DeviceBytes
@@ -21,18 +22,24 @@ class MemoryPlan:
     """Bytes of one rank.
 
     rest: between steps, by name of the tier. gradients: what is left of them from backward to step, likewise.
-    buffers: of the host, through which records on disk pass. peaks: of the device, by phase.
+    buffers: of the host, through which records on disk pass. peaks: of the device, by phase. activations:
+    what is there at these peaks besides model state, by phase; empty where no batch was given.
     """
 
     rest: dict[str, DeviceBytes]
     gradients: dict[str, int]
     buffers: int
     peaks: dict[str, DeviceBytes]
+    activations: dict[str, int]
 
     @property
     def device(self) -> int:
         """The highest peak."""
-        return max(peak.total for peak in self.peaks.values())
+        return max(map(self.total, self.peaks))
+
+    def total(self, phase: str) -> int:
+        """The peak of a phase, with activations."""
+        return self.peaks[phase].total + self.activations.get(phase, 0)
 
     @property
     def host(self) -> int:
@@ -52,9 +59,11 @@ def plan_memory(
     policy: GradientPolicy,
     scaled: bool,
     replicas: int,
+    activations: Activations | None = None,
 ) -> MemoryPlan:
     """Plan one rank's memory. scaled: whether gradients are averaged, unscaled or clipped. replicas: their
     number, of the model."""
+    live = activations or Activations()
     sums = _sums(policy, replicas)
     groups = [group for unit in units for group in unit.groups]
     rest = {tier.name: sum((_rest(g, tier, config) for g in groups), DeviceBytes()) for tier in TIERS}
@@ -63,14 +72,25 @@ def plan_memory(
         tier.name: sum(g.slice_bytes for g in groups if g.trainable and g.placement.gradients is tier)
         for tier in TIERS
     }
+    forwards = _with_activations(forward(units, config.prefetch, sums), live.forward)
+    backwards = _with_activations(backward(units, config, sums, replicas), live.backward)
     peaks = {
         "init": _highest([*building(units), made]),
-        "forward": _highest(forward(units, config.prefetch, sums)),
-        "backward": _highest(backward(units, config, sums, replicas)),
+        "forward": forwards[0],
+        "backward": backwards[0],
         "step": _highest([step(units, scaled), before_step(units, sums)]),
     }
     peaks = {phase: rest[ON_DEVICE.name] + held if phase != "init" else held for phase, held in peaks.items()}
-    return MemoryPlan(rest, gradients, _buffers(groups, config.offload.compact), peaks)
+    alive = {"forward": forwards[1], "backward": backwards[1]} if activations else {}
+    return MemoryPlan(rest, gradients, _buffers(groups, config.offload.compact), peaks, alive)
+
+
+def _with_activations(
+    points: Iterable[tuple[str | None, DeviceBytes]], alive: Mapping[str | None, int]
+) -> tuple[DeviceBytes, int]:
+    """The highest point, and the activations there."""
+    found = ((held, alive.get(where, 0)) for where, held in points)
+    return max(found, key=lambda both: both[0].total + both[1], default=(DeviceBytes(), 0))
 
 
 def _sums(policy: GradientPolicy, replicas: int) -> Sums:

@@ -16,6 +16,7 @@ from zero.config.training import Config
 from zero.gradients.reducer import UNDER_REDUCTION
 from zero.gradients.replica_sums import REPLICA_SUMS_IN_FLIGHT
 from zero.optimizer.record_streamer import STREAM_WINDOW
+from zero.planning.activations import HEAD
 from zero.planning.groups import PlannedGroup, PlannedUnit
 from zero.planning.order import backward_uses, end
 from zero.tiers.carrier import LEAVING
@@ -63,18 +64,23 @@ def _masters(group: PlannedGroup) -> int:
     return 0 if group.is_master(ON_DEVICE) else sum(near) * group.wide.itemsize
 
 
-def forward(units: Sequence[PlannedUnit], prefetch: int, sums: Sums) -> Iterator[DeviceBytes]:
-    """What is gathered, unit by unit, and the gradients of earlier micro-batches."""
+def forward(
+    units: Sequence[PlannedUnit], prefetch: int, sums: Sums
+) -> Iterator[tuple[str | None, DeviceBytes]]:
+    """What is gathered, by name of the block (None: before all, HEAD: after them), and the gradients of
+    earlier micro-batches."""
     order = [unit for unit in units if not unit.is_root]
     groups = [group for unit in units for group in unit.groups if group.trainable]
     near = [group for group in groups if group.placement.gradients.near]
     gradients = sum(g.slice_bytes for g in near) if sums == "slices" else 0
     gradients += sum(g.gradient_bytes for g in groups) if sums == "whole" else 0
-    yield DeviceBytes(gathered=_window([u for u in units if u.is_root], []), gradients=gradients)
+    yield None, DeviceBytes(gathered=_window([u for u in units if u.is_root], []), gradients=gradients)
     for index, unit in enumerate(order):
         ahead = [later for later in order[index + 1 :] if later.gathered][:prefetch]
         gathered = _gathered_at(units, unit, ahead)
-        yield DeviceBytes(gathered=gathered, gradients=gradients)
+        yield unit.name, DeviceBytes(gathered=gathered, gradients=gradients)
+    if order:  # the last block stays for the backward
+        yield HEAD, DeviceBytes(gathered=_gathered_at(units, order[-1], []), gradients=gradients)
 
 
 def _gathered_at(units: Sequence[PlannedUnit], unit: PlannedUnit, ahead: Sequence[PlannedUnit]) -> int:
@@ -94,21 +100,39 @@ def _window(used: Sequence[PlannedUnit], ahead: Sequence[PlannedUnit]) -> int:
 
 def backward(
     units: Sequence[PlannedUnit], config: Config, sums: Sums, replicas: int
-) -> Iterator[DeviceBytes]:
-    """The units that a backward comes to, from the last to the first, then the root."""
+) -> Iterator[tuple[str | None, DeviceBytes]]:
+    """The units that a backward comes to, by name, from the last to the first, then the root; before them the
+    loss (None), and what the root has after all blocks (HEAD)."""
     turns, uses = _turns(units), backward_uses(units)
     travelling = TRAVELLING + (REPLICA_SUMS_IN_FLIGHT if replicas > 1 else 0)
+    roots = [unit for unit in units if unit.is_root]
+    gathered = _window(roots, [unit for unit in uses if unit.gathered][: config.prefetch])
+    yield None, DeviceBytes(gathered=gathered, gradients=_before_all(turns, sums))
+    largest = max((u.largest for u in roots if any(g.early for g in u.groups)), default=0)
+    begun = _gradients(_Moment(-1, False, travelling), turns, sums)
+    yield HEAD, DeviceBytes(gathered=gathered, gradients=largest + begun)
     for index, unit in enumerate(turns):
         ahead = [later for later in uses[end(unit, uses) :] if later.gathered]
         gathered = _gathered_at(units, unit, ahead[: config.prefetch])
         for own, moment in _moments(unit, index, turns, travelling):
-            gradients = sum(
-                moment.bytes_of(group, *_place(group, position, other), sums)
-                for position, other in enumerate(turns)
-                for group in other.groups
-                if group.trainable
-            )
-            yield DeviceBytes(gathered=gathered, gradients=gradients + own)
+            gradients = own + _gradients(moment, turns, sums)
+            yield unit.name, DeviceBytes(gathered=gathered, gradients=gradients)
+
+
+def _before_all(turns: Sequence[PlannedUnit], sums: Sums) -> int:
+    """Bytes of the gradients of earlier micro-batches, before this one has any."""
+    before = _Moment(-len(turns), False, 0)
+    groups = (group for unit in turns for group in unit.groups if group.trainable)
+    return sum(before.bytes_of(group, 0, False, sums) for group in groups)
+
+
+def _gradients(moment: _Moment, turns: Sequence[PlannedUnit], sums: Sums) -> int:
+    return sum(
+        moment.bytes_of(group, *_place(group, position, unit), sums)
+        for position, unit in enumerate(turns)
+        for group in unit.groups
+        if group.trainable
+    )
 
 
 def _turns(units: Sequence[PlannedUnit]) -> list[PlannedUnit]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,14 +16,16 @@ from zero.config.training import Config, dtype_named
 from zero.drafts.arrangement import arrangement
 from zero.drafts.checks import check_model
 from zero.drafts.preparation import prepare, settings
-from zero.drafts.unit_drafts import draft_units
+from zero.drafts.unit_drafts import UnitDraft, draft_units
 from zero.errors import ConfigError, UsageError
 from zero.gradients.group_gradients import GradientPolicy
 from zero.optimizer.state_size import moments_of
+from zero.planning.activations import Activations, measure
 from zero.planning.groups import PlannedUnit, UnitPlanner
 from zero.planning.memory import MemoryPlan, plan_memory
 from zero.planning.text import describe
 from zero.planning.traffic import TrafficPlan, plan_traffic
+from zero.sharding.distributed import is_distributed
 from zero.sharding.exact import computes_in
 from zero.tiers.placement import Placer
 from zero.tiers.tier import ON_HOST
@@ -66,14 +69,16 @@ def plan(
     data_dims: str | Sequence[str] | None = None,
     shard_dims: str | Sequence[str] | None = None,
     autocast: torch.dtype | None = None,
+    batch: Any = None,
 ) -> Plan:
     """Plan the memory and traffic of `zero.initialize(model, optimizer, config)` on `ranks` ranks.
 
     Needs no device and no other rank, and changes nothing. The model needs no memory either: build it under
     torch.device("meta"), or under `zero.init`. The plan covers model state in the steady state of eager
     training, on a device with memory of its own whose kernels step the optimizer, and the traffic of an
-    optimizer step. It does not include activations, the modules' buffers, or temporaries of libraries and of
-    torch's own optimizers. offload="auto" is planned as it begins, with the optimizer's state on the host.
+    optimizer step; with a batch, activations too. It does not include the modules' buffers, or temporaries of
+    libraries and of torch's own optimizers. offload="auto" is planned as it begins, with the optimizer's
+    state on the host.
 
     mesh, data_dims, shard_dims: in place of `ranks`, as in `zero.initialize`, for this process's place in the
     mesh. Parameters that are DTensors are planned by their blocks, and those of `Config(local_modules=...)`
@@ -83,8 +88,14 @@ def plan(
     autocast: dtype of `torch.autocast` around the forward; None for no autocast. Casts that it makes of
     parameters that stay whole count as activations.
 
+    batch: what one rank gives to a forward: a mapping of keyword arguments, a tuple or list of arguments, or
+    one tensor. Only sizes and dtypes count: tensors on the meta device will do. The model then runs once
+    without values, forward and backward, with its checkpointing; the backward begins from the `loss` in the
+    outputs, or where there is none from means of them. What kernels keep is what the host's keep.
+
     Raises what `initialize` raises for settings, models and optimizers that do not fit; UsageError for fewer
-    than one rank, for ranks beside a mesh, and for a dtype that `torch.autocast` does not cast to.
+    than one rank, for ranks beside a mesh, for a dtype that `torch.autocast` does not cast to, and for a batch
+    where parameters are DTensors or the model cannot run without values.
     """
     config = settings(config)
     grid = _grid(config, ranks, mesh, data_dims, shard_dims)
@@ -101,7 +112,8 @@ def plan(
     planner = UnitPlanner(model, drafts, config, policy, autocast, moments)
     units = tuple(map(planner.unit, drafts))
     scaled = every > 1 or config.clip_norm is not None or config.loss_scale is not None
-    memory = plan_memory(units, config, policy, scaled, replicas)
+    activations = None if batch is None else _activations(model, drafts, units, batch, autocast)
+    memory = plan_memory(units, config, policy, scaled, replicas, activations)
     traffic = plan_traffic(units, config, policy, replicas)
     parameters = list(model.parameters())
     trainable = sum(p.numel() for p in parameters if p.requires_grad)
@@ -124,6 +136,27 @@ def _grid(
     arranged = arrangement(None, mesh, data_dims, shard_dims, config)
     assert arranged is not None
     return arranged.grid
+
+
+def _activations(
+    model: nn.Module,
+    drafts: Sequence[UnitDraft],
+    units: Sequence[PlannedUnit],
+    batch: Any,
+    autocast: torch.dtype | None,
+) -> Activations:
+    if any(map(is_distributed, model.parameters())):
+        raise UsageError("the activations of a model with DTensors are not planned: leave batch out")
+    modules = {
+        d.plan.name: d.plan.hooked_modules[0] for d, u in zip(drafts, units, strict=True) if not u.is_root
+    }
+    dtypes = {
+        name: group.gathered
+        for draft, unit in zip(drafts, units, strict=True)
+        for parts, group in zip(draft.groups, unit.groups, strict=True)
+        for name, _ in parts.named
+    }
+    return measure(model, modules, dtypes, batch, autocast)
 
 
 def _check_dtypes(model: nn.Module, config: Config) -> None:

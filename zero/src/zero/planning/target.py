@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import json
 import os
 import sys
 from collections.abc import Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -60,10 +62,27 @@ def model_of(target: str) -> nn.Module:
             model = found() if callable(found) and not isinstance(found, nn.Module) else found
         _forget_values(model)
     except (Exception, SystemExit) as error:
-        raise UsageError(f"{target}: {type(error).__name__}: {error}") from error
+        raise UsageError(f"{target}: {type(error).__name__}: {error}{_meant(error, names)}") from error
     if not isinstance(model, nn.Module):
         raise UsageError(f"{target} is {type(model).__name__}, not a torch.nn.Module")
     return model
+
+
+def _meant(error: BaseException, names: _Names) -> str:
+    """The names that are most like one that is not there, to end a message with."""
+    if not isinstance(error, (NameError, AttributeError)) or not error.name:
+        return ""
+    known = dir(error.obj) if isinstance(error, AttributeError) else names.all()
+    alike = get_close_matches(error.name, known)
+    return f"; did you mean {' or '.join(map(repr, alike))}?" if alike else ""
+
+
+def batch_of(model: nn.Module, rows: int, length: int) -> Any:
+    """Token ids of a batch, without values: as `input_ids` and `labels`, if the model's forward has such
+    arguments, or as its first argument."""
+    tokens = torch.empty(rows, length, dtype=torch.int64, device="meta")
+    known = inspect.signature(model.forward).parameters
+    return {name: tokens for name in ("input_ids", "labels") if name in known} or tokens
 
 
 def _forget_values(model: object) -> None:
@@ -94,6 +113,9 @@ class _Names(dict[str, Any]):
     def __init__(self, module: ModuleType) -> None:
         super().__init__(vars(module))
         self._module = module
+
+    def all(self) -> list[str]:
+        return sorted({*self, *dir(self._module)})
 
     def __missing__(self, name: str) -> Any:
         try:

@@ -9,10 +9,13 @@ from zero.planning.memory import MemoryPlan
 from zero.planning.traffic import TrafficPlan
 from zero.tiers.tier import TIERS
 
+_BAR = 48  # characters
+_MARKS = {"parameters": "█", "gathered": "▒", "gradients": "▓", "optimizer": "░", "activations": "·"}
+
 
 def describe(memory: MemoryPlan, traffic: TrafficPlan) -> str:
     """A few tables; all bytes are of one rank."""
-    return "\n".join((*_state(memory), "", *_peaks(memory), "", *_traffic(traffic)))
+    return "\n".join((*_state(memory), "", *_peaks(memory), "", *_chart(memory), "", *_traffic(traffic)))
 
 
 def table(rows: Iterable[Sequence[str]]) -> list[str]:
@@ -40,11 +43,29 @@ def _state(memory: MemoryPlan) -> list[str]:
 
 
 def _peaks(memory: MemoryPlan) -> list[str]:
-    rows = [["peak on the device", "all", "parameters", "gathered", "gradients", "optimizer"]]
+    known = ["activations"] if memory.activations else []
+    rows = [["peak on the device", "all", "parameters", "gathered", "gradients", "optimizer", *known]]
     for phase, held in memory.peaks.items():
-        parts = held.total, held.parameters, held.gathered, held.gradients, held.optimizer
-        rows.append([phase, *map(_bytes, parts)])
-    return [*table(rows), "in addition: activations, module buffers, and what libraries take"]
+        parts = memory.total(phase), held.parameters, held.gathered, held.gradients, held.optimizer
+        alive = [memory.activations.get(phase, 0)] if known else []
+        rows.append([phase, *map(_bytes, (*parts, *alive))])
+    rest = "module buffers" if known else "activations, module buffers"
+    return [*table(rows), f"in addition: {rest}, and what libraries take"]
+
+
+def _chart(memory: MemoryPlan) -> list[str]:
+    """The peaks as bars, whose parts are as long as they are large."""
+    most = max(memory.device, 1)
+    lines = []
+    for phase, held in memory.peaks.items():
+        parts = [getattr(held, name) for name in _MARKS if name != "activations"]
+        parts.append(memory.activations.get(phase, 0))
+        ends = [round(_BAR * sum(parts[: n + 1]) / most) for n in range(len(parts))]
+        lengths = (end - begin for begin, end in zip([0, *ends], ends, strict=False))
+        bar = "".join(mark * length for mark, length in zip(_MARKS.values(), lengths, strict=True))
+        lines.append(f"{phase:8}  {bar:{_BAR}}  {_bytes(memory.total(phase))}".rstrip())
+    known = [name for name in _MARKS if name != "activations" or memory.activations]
+    return [*lines, " " * 10 + "  ".join(f"{_MARKS[name]} {name}" for name in known)]
 
 
 def _traffic(traffic: TrafficPlan) -> list[str]:

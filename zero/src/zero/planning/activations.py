@@ -1,0 +1,212 @@
+"""The memory of activations in a forward and backward, from a run of the model without values.
+
+Fake tensors have a size and a lifetime, autograd's graph included, and no memory. What is
+saved, what is temporary and what recomputation makes again are counted as they come and go; parameters and
+their gradients are not, which `peaks` counts as the engine keeps them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
+
+from accelz import HOST
+from zero.errors import UsageError
+from zero.sharding.tensors import iter_tensors
+from zero.sharding.units import ROOT
+
+HEAD = "<head>"
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes on the device besides model state, at their highest while the forward or the backward is in a
+    unit, by its name. None: before all blocks; in the backward, before the first gradient of a parameter.
+    HEAD: after a block, in none; in the backward, from then until it comes to a block."""
+
+    forward: Mapping[str | None, int] = field(default_factory=dict)
+    backward: Mapping[str | None, int] = field(default_factory=dict)
+
+
+def measure(
+    model: nn.Module,
+    units: Mapping[str, nn.Module],
+    dtypes: Mapping[str, torch.dtype],
+    batch: Any,
+    autocast: torch.dtype | None,
+) -> Activations:
+    """Run a forward and backward of the model with fake tensors.
+
+    units: their modules, by name; what runs in none of them counts for the root. dtypes: of the parameters
+    as they are computed with, by name. batch: the model's inputs: a mapping of keyword arguments, a tuple or
+    list of arguments, or one tensor. Raises UsageError for a model that needs values to run.
+    """
+    tracker = _Tracker()
+    with ExitStack() as stack, FakeTensorMode(allow_non_fake_inputs=True):
+        arguments, keywords = _inputs(batch)
+        values = {
+            name: nn.Parameter(_fake(p, dtypes.get(name)), p.requires_grad)
+            for name, p in model.named_parameters()
+        }
+        buffers = {name: _fake(buffer) for name, buffer in model.named_buffers()}
+        for parameter in values.values():
+            tracker.leave_out(parameter)
+            if parameter.requires_grad:
+                parameter.register_hook(tracker.take_gradient)
+        for name, module in units.items():
+            stack.enter_context(tracker.inside(module, name))
+        try:
+            with tracker, torch.enable_grad():
+                inside = {f"model.{name}": value for name, value in (values | buffers).items()}
+                torch.func.functional_call(_Step(model, tracker, autocast), inside, (arguments, keywords))
+        except Exception as error:
+            raise UsageError(
+                "the activations cannot be planned, as the model does not run without values, with sizes "
+                f"alone: {type(error).__name__}: {error}"
+            ) from error
+    return Activations(tracker.forward, tracker.backward)
+
+
+class _Step(nn.Module):
+    """A forward and a backward as one call: recomputation in the backward needs the same parameters."""
+
+    def __init__(self, model: nn.Module, tracker: _Tracker, autocast: torch.dtype | None) -> None:
+        super().__init__()
+        self.model = model
+        self._tracker = tracker
+        self._autocast = autocast
+
+    def forward(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        with torch.autocast(HOST.type, self._autocast, enabled=self._autocast is not None):
+            loss = _loss_of(self.model(*arguments, **keywords))
+        self._tracker.begin_backward()
+        torch.autograd.backward(loss)
+
+
+class _Tracker(TorchDispatchMode):
+    """Counts the bytes of tensors that are alive, and the most in each unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forward: dict[str | None, int] = {}
+        self.backward: dict[str | None, int] = {}
+        self._peaks = self.forward
+        self._units: list[str | None] = [None]  # those under way, the innermost last
+        self._outputs = WeakIdKeyDictionary()
+        self._alive = 0
+        self._storages: dict[int, tuple[Any, int]] = {}
+        self._apart: set[int] = set()
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in iter_tensors(result):
+            self._note(tensor)
+        return result
+
+    def _note(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._storages:
+            return
+        nbytes = storage.nbytes()
+
+        def gone(_: object) -> None:
+            _, counted = self._storages.pop(key)
+            self._alive -= counted
+
+        self._storages[key] = weakref.ref(storage, gone), nbytes
+        self._alive += nbytes
+        self._mark()
+
+    def _mark(self) -> None:
+        unit = self._units[-1]
+        self._peaks[unit] = max(self._peaks.get(unit, 0), self._alive)
+
+    def leave_out(self, tensor: Tensor) -> None:
+        """Count a tensor no more: a parameter, or its gradient."""
+        self._note(tensor)
+        key = tensor.untyped_storage()._cdata
+        held, nbytes = self._storages[key]
+        self._storages[key] = held, 0
+        self._alive -= nbytes
+
+    def take_gradient(self, gradient: Tensor) -> None:
+        self.leave_out(gradient)
+        if self._units == [None]:
+            self._come_to(HEAD)
+
+    def begin_backward(self) -> None:
+        self._peaks, self._units = self.backward, [None]
+        self._mark()
+
+    @contextmanager
+    def inside(self, module: nn.Module, name: str) -> Iterator[None]:
+        """In the block, tell when the forward and the backward are in a unit."""
+        handles: list[RemovableHandle] = [
+            module.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True),
+            module.register_forward_hook(lambda _, __, output: self._leave(name, output)),
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _enter(self, name: str, _: nn.Module, *inputs: Any) -> None:
+        self._units.append(name)
+        self._mark()
+        if self._peaks is self.forward:
+            for tensor in iter_tensors(inputs):
+                if tensor.requires_grad and tensor not in self._outputs:
+                    tensor.register_hook(lambda _: self._come_to(ROOT))
+
+    def _leave(self, name: str, output: Any) -> None:
+        self._units.pop()
+        if self._peaks is self.forward:
+            if self._units == [None]:
+                self._units = [HEAD]
+            for tensor in iter_tensors(output):
+                if tensor.requires_grad:
+                    self._outputs[tensor] = True
+                    tensor.register_hook(lambda _: self._come_to(name))
+
+    def _come_to(self, name: str) -> None:
+        self._units = [name]
+        self._mark()
+
+
+def _inputs(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    batch = tree_map(lambda leaf: _fake(leaf) if isinstance(leaf, Tensor) else leaf, batch)
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    return (tuple(batch), {}) if isinstance(batch, (tuple, list)) else ((batch,), {})
+
+
+def _fake(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    dtype = tensor.dtype if dtype is None else dtype
+    return torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=dtype, device=HOST)
+
+
+def _loss_of(output: Any) -> list[Tensor]:
+    """What the backward begins from: the loss in the output, or else all of it that has a gradient."""
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    found = [loss] if isinstance(loss, Tensor) else [t for t in iter_tensors(output) if t.requires_grad]
+    return [t if t.numel() == 1 else t.float().square().mean() for t in found]
