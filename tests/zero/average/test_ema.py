@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
 from tests.zero.helpers.loops import train_on
+from tests.zero.helpers.meshes import mesh_of
 from tests.zero.helpers.models import fresh, language_loss
 from tests.zero.helpers.training import adamw
 from zero.errors import UsageError
@@ -97,3 +99,36 @@ def resumed_body(context: Context, folder: str) -> None:
 def test_averages(cluster: Clusters, tmp_path: Path) -> None:
     cluster(2).run(averaged_body, folder=str(tmp_path), limit=120)
     cluster(1).run(resumed_body, folder=str(tmp_path), limit=120)
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(4)
+    return nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+def divided_body(context: Context, folder: str) -> None:
+    """Of DTensors: saved in blocks by two ranks, restored whole by one."""
+    model = network()
+    if context.size == 2:
+        mesh = mesh_of(("dp", 1), ("tp", 2))
+        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        engine = zero.initialize(model, adamw(model), zero.Config(timeout=20), mesh=mesh, data_dims="dp")
+        ema = zero.EMA(engine, DECAY)
+        train_on(engine, model(torch.ones(3, 6)).square().mean())
+        ema.update()
+        engine.save_checkpoint(f"{folder}/blocks", {"ema": ema})
+        with ema.applied():
+            found = {name: engine.full_master(name).full_tensor() for name, _ in model.named_parameters()}
+        torch.save(found, f"{folder}/wanted-{context.rank}")
+        return
+    engine = zero.initialize(model, adamw(model), zero.Config(timeout=20))
+    ema = zero.EMA(engine)
+    engine.load_checkpoint(f"{folder}/blocks", restore={"ema": ema})
+    with ema.applied():
+        assert same(masters(engine), torch.load(f"{folder}/wanted-0"))
+
+
+@pytest.mark.host  # meshes of gloo's
+def test_averages_of_blocks(cluster: Clusters, tmp_path: Path) -> None:
+    for size in (2, 1):
+        cluster(size).run(divided_body, folder=str(tmp_path))

@@ -232,10 +232,11 @@ class _Load:
 
     def _check_average(self, key: str, keys: Mapping[str, str]) -> None:
         """Raise StateError unless the checkpoint has this average of every parameter."""
-        tensors = self._manifest.tensors
+        manifest = self._manifest
+        known = manifest.tensors.keys() | manifest.wholes.keys()
         for name, found in keys.items():
-            saved = tensors.get(found)
-            if saved is None or saved.shape != tensors[model_key(self._sources[name])].shape:
+            values = manifest.tensor(model_key(self._sources[name]))
+            if found not in known or manifest.tensor(found).shape != values.shape:
                 raise StateError(
                     f"restore[{key!r}]: the checkpoint has no average of {name!r}: save it on every rank, "
                     f"as in save_checkpoint(path, {{{key!r}: ema}}), or leave it out here"

@@ -31,6 +31,7 @@ LARGEST_LATEST = 1 << 20
 LARGEST_TABLE = 1 << 28  # bytes of checksums; they cover 4 TiB
 LONGEST_HEADER = 100_000_000  # of a safetensors file, in bytes; the limit of its library
 MOST_DIMENSIONS = 64  # of a tensor, as in torch
+AVERAGE = "average/"  # what the keys of averages begin with
 MOST_BOXES = 4096  # that one block of a tensor consists of
 ITEM_BYTES = {
     "F64": 8, "I64": 8, "U64": 8, "C64": 8,
@@ -348,8 +349,14 @@ class Manifest(_Record):
     def wholes(self) -> dict[str, WholeTensor]:
         """The tensors that are stored in blocks, by the key that they would have as one."""
         found = {}
+        averages = {
+            AVERAGE + key.removeprefix(AVERAGE).partition("/")[0] + "/"
+            for key in self.tensors
+            if key.startswith(AVERAGE)
+        }
         for parameter in (p for p in self.parameters if p.blocks):
-            for prefix in (model_key(""), *(state_key(key, "") for key in parameter.state)):
+            states = (state_key(key, "") for key in parameter.state)
+            for prefix in (model_key(""), *sorted(averages), *states):
                 places = [(prefix + parameter.name + block.at, block.region) for block in parameter.blocks]
                 blocks = [Block(k, r, self.tensors[k].stride) for k, r in places if k in self.tensors]
                 if blocks and (prefix == model_key("") or prefix + parameter.name not in self.tensors):
@@ -414,7 +421,7 @@ def state_key(key: str, name: str) -> str:
 
 def average_key(key: str, name: str) -> str:
     """The key of the tensor with a parameter's average, which the program has saved as state `key`."""
-    return f"average/{escape(key)}/{name}"
+    return f"{AVERAGE}{escape(key)}/{name}"
 
 
 def escape(text: str) -> str:

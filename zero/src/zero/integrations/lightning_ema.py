@@ -10,6 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from zero import average
 from zero.engine import Engine
+from zero.files.manifest import AVERAGE
 from zero.files.reader import Checkpoint, find
 
 KEY = "average"  # in a checkpoint's state
@@ -60,7 +61,7 @@ class EMA(Callback):
     def saved_in(self, path: Path, engine: Engine) -> dict[str, average.EMA]:
         """What to restore from a checkpoint: its average, if it has one, which this goes on with."""
         with closing(Checkpoint(find(path))) as found:
-            if not any(key.startswith("average/") for key in found.manifest.tensors):
+            if not any(key.startswith(AVERAGE) for key in found.manifest.tensors):
                 return {}
         self.average = average.EMA(engine, self.decay)
         return {KEY: self.average}
