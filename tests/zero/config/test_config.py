@@ -309,6 +309,7 @@ def test_the_public_face_is_frozen() -> None:
         "full_gradient",
         "clip_grad_norm_",
         "gradient_norms",
+        "parameter_statistics",
         "full_optimizer_state",
         "save_checkpoint",
         "load_checkpoint",

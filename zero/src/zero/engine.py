@@ -47,6 +47,7 @@ from zero.whole import model_state
 from zero.whole.full_parameters import FullParameters
 from zero.whole.held_gradients import HeldGradients
 from zero.whole.optimizer_state import OptimizerState
+from zero.whole.parameter_statistics import ParameterStatistics, measure
 
 if TYPE_CHECKING:
     from zero.compiled.explain import Explanation
@@ -411,6 +412,18 @@ class Engine:
         self._integrity.check_complete()
         self._check_boundary("gradient_norms")
         return self._held_gradients.norms()
+
+    def parameter_statistics(self) -> dict[str, ParameterStatistics]:
+        """Return norms and histograms of all trained parameters and their gradients, by name.
+
+        For logging by layer, between backward() and step(). Histograms are of magnitudes, with a bucket for
+        each power of two (`zero.whole.parameter_statistics.EDGES`). One collective for all; reading a number
+        waits for the device. Before the last micro-batch it raises UsageError.
+        """
+        self._integrity.check_complete()
+        self._check_boundary("parameter_statistics")
+        full = self._full_parameters
+        return measure(self._reducer, self._factor, full.communicator, full.device)
 
     def full_optimizer_state(self, name: str) -> dict[str, Tensor]:
         """Return the whole optimizer state of `name` (for Adam: step, exp_avg, exp_avg_sq), in its dtypes.

@@ -7,4 +7,5 @@ gathered                `zero.gathered`: parameters whole for the length of a bl
 held_gradients          the gradients of a step, as loops see them
 model_state             the model's state dict
 optimizer_state         the optimizer's state of a parameter
+parameter_statistics    norms and histograms of all
 """

@@ -1,0 +1,83 @@
+"""Norms and histograms of parameters and gradients, of all parameters with one collective."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from zero.communication.communicator import Communicator
+from zero.gradients.factor import GradientFactor
+from zero.gradients.reducer import GradientReducer
+from zero.sharding.flat_group import FlatGroup
+from zero.tiers.values import Values
+
+LOWEST, HIGHEST = -40, 24
+"""Powers of two: the lower edges of the second and of the last but one bucket."""
+BUCKETS = HIGHEST - LOWEST + 3
+EDGES = (0.0, *(2.0**power for power in range(LOWEST, HIGHEST + 2)), math.inf)
+"""Where buckets begin and end; bucket i has magnitudes from EDGES[i] up to, and without, EDGES[i + 1]. The
+last has infinite ones, too."""
+
+
+@dataclass(frozen=True)
+class ParameterStatistics:
+    """Of one parameter; all on the device, fp32. gradient_...: averaged and unscaled, before clipping; None
+    for a parameter that no rank has used.
+
+    norm: L2, 0-dim. histogram: how many values have a magnitude in each bucket, (len(EDGES) - 1,); NaN ones
+    are in none.
+    """
+
+    norm: Tensor
+    histogram: Tensor
+    gradient_norm: Tensor | None = None
+    gradient_histogram: Tensor | None = None
+
+
+@torch.no_grad()
+def measure(
+    reducer: GradientReducer, factor: GradientFactor, communicator: Communicator, device: torch.device
+) -> dict[str, ParameterStatistics]:
+    """The statistics of all trained parameters, by name. Collective, once."""
+    names = [name for gradients in reducer.all for name in gradients.group.names]
+    both = torch.zeros(2, len(names), 1 + BUCKETS, dtype=torch.float32, device=device)
+    reduces = any(have.times < communicator.alike.size for have in reducer.all)
+    mean, first = factor.mean(), 0
+    with communicator.postponing_disk_errors():
+        for have in reducer.all:
+            window = slice(first, first := first + len(have.group.names))
+            share = 1 / have.times if reduces else 1.0  # of what several ranks count alike
+            _add(both[0, window], share, have.group, have.group.widest, None)
+            if have.slice.present:
+                _add(both[1, window], share, have.group, reducer.summed(have), mean)
+    if reduces:
+        communicator.all_reduce("parameter statistics", both, communicator.alike, "sum").wait()
+    both[..., 0].sqrt_()
+    used = {name for have in reducer.all for i, name in enumerate(have.group.names) if i in have.used}
+    found = {}
+    for name, mine, gradient in zip(names, both[0], both[1], strict=True):
+        beside = (gradient[0], gradient[1:]) if name in used else ()
+        found[name] = ParameterStatistics(mine[0], mine[1:], *beside)
+    return found
+
+
+def _add(rows: Tensor, share: float, group: FlatGroup, values: Values, factor: Tensor | None) -> None:
+    """Add a share of this rank's part of a group's values, times `factor`, to the rows of its parameters."""
+    here = values if isinstance(values, Tensor) else values.read()
+    for piece in group.pieces:
+        part = here[piece.shard_slice].float()
+        part = part if factor is None else part * factor.to(part.device)
+        rows[piece.index] += _row(part).to(rows.device) * share
+
+
+def _row(part: Tensor) -> Tensor:
+    """The sum of squares, and the counts of the buckets, (1 + BUCKETS,)."""
+    magnitudes = part.abs()
+    edges = torch.tensor(EDGES[1:-1], dtype=torch.float32, device=part.device)
+    places = torch.bucketize(magnitudes, edges, right=True)
+    counts = torch.zeros(BUCKETS, dtype=torch.float32, device=part.device)
+    counts.scatter_add_(0, places, (~magnitudes.isnan()).float())
+    return torch.cat((part.square().sum().reshape(1), counts))
