@@ -12,7 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import zero
 from accelz.conformance.cluster import Clusters, Context
+from tests.zero.helpers.layers import WIDTH, build, one_step
 from zero.memory import oom_retry
 
 
@@ -125,3 +127,46 @@ def test_an_interrupt_anywhere_is_over_with_the_next_backward(cluster: Clusters)
     for places, wrong in cluster(1).run(anywhere_body):
         assert places > 20
         assert wrong == []
+
+
+def run_out(_: Tensor) -> None:
+    raise torch.OutOfMemoryError("no room for a gradient")
+
+
+def again_body(context: Context) -> None:
+    """A plain backward that finds no room is run again, after state has left the device."""
+    losses = []
+    for fails in (False, True):
+        model = build()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        engine = zero.initialize(model, optimizer, zero.Config(precision="bf16", offload="auto", timeout=20))
+        for step in range(4):
+            one_step(engine, step)
+        x = torch.ones(3, WIDTH, device=engine.device)
+        if fails:
+            assert "device" in tiers(engine)
+            hook = model[3].register_forward_hook(lambda *given: given[-1].register_hook(run_out) and None)
+            with pytest.raises(torch.OutOfMemoryError):
+                model(x).sum().backward()
+            hook.remove()
+            with pytest.warns(RuntimeWarning, match="run its micro-batches again"):
+                model(x)
+            assert "device" not in tiers(engine)
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(one_step(engine, 5))
+    assert losses[0] == losses[1]
+
+
+def tiers(engine: zero.Engine) -> set[str]:
+    return {sub.record.tier.name for unit in engine.units for group in unit.groups for sub in group.subs}
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_state_makes_room_for_a_plain_backward_that_is_run_again(
+    cluster: Clusters, device: str, size: int
+) -> None:
+    if device != "sim":
+        pytest.skip("needs a device with memory of its own")
+    cluster(size).run(again_body)

@@ -38,6 +38,16 @@ from zero.warning import warn
 MEASURED_STEPS = 2  # the second is the first to gather ahead, and has one record of each kind near
 
 
+_RAN_OUT = (
+    "the device of rank {} ran out of memory: {} of optimizer state was moved to the host so that the failed "
+    "operation can be repeated. Steps need more memory than was first measured"
+)
+_FAILED = (
+    "a loss.backward() of rank {} has failed: {} of optimizer state was moved to the host, in case it ran "
+    "out of memory. The gradients of this step are dropped: run its micro-batches again, on every rank"
+)
+
+
 class AutoPlacementPolicy(StaticPlacementPolicy):
     """Moves records between host and device, between steps and when a step runs out of memory, and repeats
     what has found no room once they have made some.
@@ -142,8 +152,16 @@ class AutoPlacementPolicy(StaticPlacementPolicy):
     def resume(self) -> None:
         self._accelerator.memory.reset_peak()
 
-    def relieve(self, nbytes: int) -> int:
-        """Move records to the host until `nbytes` are free, on this rank alone; returns the bytes moved."""
+    def after_failure(self) -> None:
+        """Move state to the host, since the backward may have found no room: nobody has told."""
+        if self._useful:
+            self.relieve(self._accelerator.memory.stats().capacity, _FAILED)
+
+    def relieve(self, nbytes: int, told: str = _RAN_OUT) -> int:
+        """Move records to the host until `nbytes` are free, on this rank alone; returns the bytes moved.
+
+        told: the warning, with places for the rank and the bytes.
+        """
         freed = 0
         while self._near and freed < nbytes:
             stepped = self._near.pop()
@@ -155,12 +173,7 @@ class AutoPlacementPolicy(StaticPlacementPolicy):
             self._communicator.observation.event(
                 "out of memory", f"{human(freed)} of optimizer state was moved to the host", nbytes=freed
             )
-            warn(
-                f"the device of rank {self._communicator.group.rank} ran out of memory: {human(freed)} of "
-                "optimizer state was moved to the host so that the failed operation can be repeated. Steps "
-                "need more memory than was first measured",
-                RuntimeWarning,
-            )
+            warn(told.format(self._communicator.group.rank, human(freed)), RuntimeWarning)
         return freed
 
     def _movable(self) -> int:

@@ -36,6 +36,9 @@ class StaticPlacementPolicy:
         """Around autograd's run."""
         return nullcontext()
 
+    def after_failure(self) -> None:
+        """A backward that autograd began by itself has failed, as is noticed when something else begins."""
+
     def before_step(self) -> None:
         """The optimizer begins."""
 

@@ -42,6 +42,7 @@ from zero.optimizer.taken_over import let_go, take_over
 from zero.setup.no_sync import offer_no_sync
 from zero.setup.regroup import regrouped
 from zero.sharding.flat_group import FlatGroup
+from zero.sharding.lifetime import weakly
 from zero.sharding.moves import guard_moves
 from zero.sharding.sharded_unit import ShardedUnit
 from zero.tiers.stores import Stores
@@ -226,6 +227,7 @@ def _parts(
             stores, units, communicator, tracer, sharded_optimizer, reducer, one_by_one
         )
         stores.may_move(auto)
+        training_pass.failed_by_itself = weakly(auto.after_failure)
     parts = EngineParts(
         model,
         config,

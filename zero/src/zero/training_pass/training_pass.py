@@ -12,7 +12,7 @@ after an exception: that is found where the program next comes here.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from threading import RLock
@@ -83,6 +83,7 @@ class TrainingPass(Uncopied):
     one. in_graph: inside a compiled forward of the
     whole model, which does its own gathers. schedule: the order in which units are needed. order: of the
     calls of units. calls: of each unit, by its index. called: modules whose calls need a unit.
+    failed_by_itself(): told of a backward that autograd began and that has failed.
     """
 
     def __init__(
@@ -110,6 +111,7 @@ class TrainingPass(Uncopied):
         self.order = CallOrder(communicator, units)
         self.calls = [UnitCalls(unit) for unit in units]
         self.called = weakref.WeakSet((module,))
+        self.failed_by_itself: Callable[[], Any] = lambda: None
         self.handles: list[RemovableHandle] = []  # of the hooks that report to it
         self.sums_ranks = True  # those that begin now; False in `no_sync`
         self._steps = config.gradient_accumulation_steps
@@ -306,7 +308,11 @@ class TrainingPass(Uncopied):
     def notice_failure(self) -> None:
         """Abandon a backward that was begun by autograd and has failed, of which autograd tells nobody."""
         if self._by_itself and runs_under_way() < self._depth:
-            self.abandon()
+            self._abandon_own()
+
+    def _abandon_own(self) -> None:
+        self.abandon()
+        self.failed_by_itself()
 
     def gradients_aside(self) -> AbstractContextManager[None]:
         """Wrap a call that may be compiled, which has no use for what stands for gradients."""
@@ -425,7 +431,7 @@ class TrainingPass(Uncopied):
             with self._entering:
                 if task > self._entered:
                     if self._by_itself and runs_under_way() <= self._depth:  # the run that began it is over
-                        self.abandon()
+                        self._abandon_own()
                     if self._steps is None and not self.in_backward and self._gives_gradients():
                         self._begin_by_itself()
                     self._expect_calls(task)
