@@ -94,8 +94,8 @@ def plan(
     outputs, or where there is none from means of them. What kernels keep is what the host's keep.
 
     Raises what `initialize` raises for settings, models and optimizers that do not fit; UsageError for fewer
-    than one rank, for ranks beside a mesh, for a dtype that `torch.autocast` does not cast to, and for a batch
-    where parameters are DTensors or the model cannot run without values.
+    than one rank, for ranks beside a mesh, for a dtype that `torch.autocast` does not cast to, and for a
+    batch where parameters are DTensors or the model cannot run without values.
     """
     config = settings(config)
     grid = _grid(config, ranks, mesh, data_dims, shard_dims)
