@@ -21,11 +21,12 @@ import torch
 from torch import Tensor, nn
 
 from accelz import HOST
+from zero.config.output import DEFAULT_MEMORY, OutputDtype
 from zero.consolidate.output import Converter, Output
-from zero.consolidate.plan import OutputDtype, choose, plan_safetensors
+from zero.consolidate.plan import choose, plan_safetensors
 from zero.consolidate.publish import Staging
 from zero.consolidate.run import translated
-from zero.consolidate.workers import DEFAULT_MEMORY, Buffers, chunk_bytes
+from zero.consolidate.workers import Buffers, chunk_bytes
 from zero.errors import UsageError, some
 from zero.files.dtypes import name_of
 from zero.files.storage import Storage, write_whole
