@@ -154,7 +154,7 @@ def mixed_body(context: Context) -> dict[str, float]:
     optimizer = sgd(part)
     config = zero.Config(timeout=60, clip_norm=CLIP, local_modules={"*": "pp"})
     engine = zero.initialize(part, optimizer, config, mesh=mesh, data_dims="dp")
-    schedule = schedule_of(Schedule1F1B, [part], number, mesh.get_group("pp"))
+    schedule = schedule_of(Schedule1F1B, [part], [number], mesh.get_group("pp"))
     told, seen = [], []
     for step in range(STEPS):
         said: list[Tensor] = []
