@@ -118,8 +118,8 @@ def divided_body(context: Context, folder: str) -> None:
         ema.update()
         engine.save_checkpoint(f"{folder}/blocks", {"ema": ema})
         with ema.applied():
-            masters: dict[str, Any] = {name: engine.full_master(name) for name, _ in model.named_parameters()}
-            found = {name: master.full_tensor() for name, master in masters.items()}
+            blocks: dict[str, Any] = {name: engine.full_master(name) for name, _ in model.named_parameters()}
+            found = {name: block.full_tensor() for name, block in blocks.items()}
         torch.save(found, f"{folder}/wanted-{context.rank}")
         return
     engine = zero.initialize(model, adamw(model), zero.Config(timeout=20))
