@@ -1,4 +1,4 @@
-"""Writes the tables of docs/parameters.md: what lies inside each type that the tests train.
+"""Writes tables of docs/parameters.md and docs/optimizers.md: what lies inside each type that is tested.
 
 `python -m tests.frameworks.quantised_table` writes them, in the environment of the frameworks.
 """
@@ -10,30 +10,27 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from torch import nn
 
-from tests.frameworks import quantised_runs, test_float8_training, test_low_bit_optimizers
+from tests.frameworks import low_bit_optimizers, quantised_runs
 from zero.optimizer.piece_state import tensors_beside
 from zero.optimizer.wrapped_state import inner_tensors, is_wrapper
-from zero.sharding.distributed import trained_inside
 from zero.sharding.forms import inner_leaves
-from zero.sharding.own_codes import code_dtype
 
-PAGE = Path(__file__).parents[2] / "docs" / "parameters.md"
+PAGES = [Path(__file__).parents[2] / "docs" / name for name in ("parameters.md", "optimizers.md")]
 
 
-def written(page: str) -> str:
-    """The page with its tables as they should be."""
+def written() -> dict[Path, str]:
+    """The pages with their tables as they should be."""
+    pages = {page: page.read_text() for page in PAGES}
     tables = {
         "| weight | inner tensors | bits per value |": frozen(),
-        "| trained weight | inner tensor | travels in |": trained(),
         "| optimizer | state of a matrix | bits per value |": optimizers(),
     }
-    for head, rows in tables.items():
-        table = "\n".join([head, "| --- | --- | --- |", *(f"| {' | '.join(row)} |" for row in rows)])
-        page, count = re.subn(rf"{re.escape(head)}\n(\|.*\n)+", lambda _, new=table: new + "\n", page)
+    for page, (head, rows) in zip(PAGES, tables.items(), strict=True):
+        table = "\n".join([head, "| --- | --- | --- |", *(f"| {' | '.join(row)} |" for row in rows)]) + "\n"
+        pages[page], count = re.subn(rf"{re.escape(head)}\n(\|.*\n)+", lambda _, new=table: new, pages[page])
         assert count == 1, head
-    return page
+    return pages
 
 
 def frozen() -> Iterator[tuple[str, ...]]:
@@ -44,27 +41,13 @@ def frozen() -> Iterator[tuple[str, ...]]:
         yield kind, ", ".join(names), _bits(nbytes, quantised_runs.WIDTH**2)
 
 
-def trained() -> Iterator[tuple[str, ...]]:
-    for kind in test_float8_training.KINDS:
-        model = test_float8_training.built(kind)
-        weight = next(p for p in model.parameters() if type(p) is not nn.Parameter)
-        inner = trained_inside(weight)
-        assert inner is not None
-        codes = code_dtype(weight)
-        yield (
-            f"torchao {type(weight).__name__}",
-            f"`{inner[0]}`",
-            "its own dtype" if codes is None else _dtype(codes),
-        )
-
-
 def optimizers() -> Iterator[tuple[str, ...]]:
-    for kind, make in test_low_bit_optimizers.OPTIMIZERS.items():
-        model = test_low_bit_optimizers.model()
+    for kind, make in low_bit_optimizers.OPTIMIZERS.items():
+        model = low_bit_optimizers.model()
         optimizer, weight = make(model), next(model.parameters())
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
-        with test_low_bit_optimizers.eagerly():
+        with low_bit_optimizers.eagerly():
             optimizer.step()
         state = optimizer.state[weight]
         found = [
@@ -86,4 +69,5 @@ def _dtype(dtype: torch.dtype) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(written(PAGE.read_text()))
+    for page, text in written().items():
+        page.write_text(text)

@@ -2,50 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
-from torchao.prototype.quantized_training import int8_mixed_precision_training
-from torchao.quantization import quantize_
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
+from tests.frameworks.eight_bit_weights import BLOCKS, KINDS, WIDTH, built
 from tests.zero.helpers.loops import train_on
 
-WIDTH, BLOCKS, STEPS, MORE = 64, 3, 3, 2
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.linear(x)) + x
-
-
-def float8(model: nn.Module) -> nn.Module:
-    config = Float8LinearConfig(emulate=True, enable_fsdp_float8_all_gather=True)
-    return convert_to_float8_training(model, config=config)
-
-
-def int8(model: nn.Module) -> nn.Module:
-    quantize_(model, int8_mixed_precision_training())
-    return model
-
-
-KINDS: dict[str, Callable[[nn.Module], nn.Module]] = {"float8": float8, "int8": int8}
-
-
-def built(kind: str, dtype: torch.dtype = torch.float32) -> nn.Module:
-    torch.manual_seed(5)
-    return KINDS[kind](nn.Sequential(*(Block() for _ in range(BLOCKS))).to(dtype))
+STEPS, MORE = 3, 2
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:

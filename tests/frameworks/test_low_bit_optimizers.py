@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +12,10 @@ from bitsandbytes.functional import dequantize_blockwise
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.optim import Optimizer
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
+from tests.frameworks.low_bit_optimizers import OPTIMIZERS, eagerly, model
 from tests.zero.helpers.loops import train_on
 from zero.optimizer.piece_state import tensors_beside
 
@@ -28,25 +24,6 @@ NAMES = ("0.weight", "0.bias", "2.weight")
 """Two matrices whose state is quantised, of 32 and 33 blocks, and a vector that is too small for that."""
 
 
-def torchao(name: str) -> Callable[[nn.Module], Optimizer]:
-    def make(model: nn.Module) -> Optimizer:
-        kind: Any = getattr(import_module("torchao.optim"), name)
-        return kind(model.parameters(), lr=1e-2, weight_decay=0.1)  # type: ignore[no-any-return]
-
-    return make
-
-
-def bitsandbytes(model: nn.Module) -> Optimizer:
-    kind: Any = import_module("bitsandbytes").optim.AdamW8bit
-    return kind(model.parameters(), lr=1e-2, weight_decay=0.1)  # type: ignore[no-any-return]
-
-
-OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
-    "torchao AdamW8bit": torchao("AdamW8bit"),
-    "torchao AdamW4bit": torchao("AdamW4bit"),
-    "torchao AdamWFp8": torchao("AdamWFp8"),
-    "bitsandbytes AdamW8bit": bitsandbytes,
-}
 QUANTISED = {
     "torchao AdamW8bit": ("exp_avg.codes", torch.uint8, 1),
     "torchao AdamW4bit": ("exp_avg.codes", torch.uint8, 2),
@@ -56,25 +33,10 @@ QUANTISED = {
 """For each, a state tensor, its dtype, and how many values an element has."""
 
 
-def model() -> nn.Module:
-    torch.manual_seed(11)
-    return nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 66))
-
-
 def loss_of(network: nn.Module, step: int) -> Tensor:
     """All ranks have the same batch, so that their mean is what one rank has."""
     batch = torch.randn(8, 64, generator=torch.Generator().manual_seed(step))
     return network(batch).square().mean()  # type: ignore[no-any-return]
-
-
-@contextmanager
-def eagerly() -> Iterator[None]:
-    """torchao compiles its step, for half a minute; what it computes is the same without."""
-    torch.compiler.set_stance("force_eager")
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".* will step whole parameters")
-        yield
-    torch.compiler.set_stance("default")
 
 
 def unsharded(name: str) -> tuple[list[float], dict[str, Tensor]]:
