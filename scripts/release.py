@@ -160,6 +160,7 @@ def main() -> None:
     given = parser.parse_args()
     if given.out.is_dir() and any(given.out.iterdir()):
         sys.exit(f"{given.out} is not empty: a release is made into an empty folder")
+    os.environ |= _time()  # of both builds
     with tempfile.TemporaryDirectory() as again:
         builds = [
             [made for package in PACKAGES for made in build(package, given.url.rstrip("/"), out)]

@@ -27,6 +27,7 @@ ELSEWHERE = {
     "docs/frameworks.md": "tests/frameworks/test_docs.py",
     "docs/frameworks-lightning.md": "tests/frameworks/test_lightning_docs.py",
     "docs/frameworks-others.md": "by hand: most of these frameworks cannot be installed beside each other",
+    "docs/long-sequences.md": "tests/zero/parallel has the same calls, with a model",
     "docs/meshes.md": "tests/zero/communication/test_mesh_jobs.py has the same calls, with a model",
     "docs/parameters.md": "tests/frameworks/test_quantised_parameters.py has the same calls, with a model",
     "docs/parallel-plans.md": "tests/frameworks/test_parallel.py and tests/zero/parallel have the same calls",
@@ -74,6 +75,7 @@ LONGER = {  # in words; others have at most WORDS
     "architecture.md": 3200,
     "benchmarks-device.md": 1210,
     "frameworks.md": 1250,
+    "offload.md": 1250,
     "parameters.md": 1250,
     "checkpoint-format.md": 1800,
 }
