@@ -104,7 +104,7 @@ lints: setup
 	$(BIN)/python -m scripts.lint_links
 	$(BIN)/python scripts/lint_store.py
 	$(BIN)/python scripts/lint_versions.py
-	$(BIN)/python scripts/lint_tests.py
+	$(BIN)/python -m scripts.lint_tests
 	$(BIN)/python scripts/lint_tiers.py
 	$(BIN)/python -m scripts.device_table
 	$(BIN)/python -m scripts.error_index

@@ -1,7 +1,8 @@
 """Fail if the tests are not where one looks for them.
 
 The folders of tests/zero are rooms of zero; what tests share is in modules that are no tests, so no test
-imports another; and no file is longer than MOST_LINES.
+imports another; and no file is longer than MOST_LINES. Tests of zero know no device's name but the host's:
+they run on any backend, and what they need of one is a fixture of tests/zero/conftest.py.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+
+from scripts.lint_devices import BACKENDS, DEVICE_MODULES, DEVICE_NAMES
 
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = ROOT / "tests"
@@ -36,6 +39,18 @@ def borrowed(path: Path) -> Iterator[str]:
             yield from (f"{path.name} imports the test {test}" for test in sorted(tests))
 
 
+def named_devices(path: Path) -> Iterator[str]:
+    """Devices, other than the host, that a file names, and backends that it imports."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        match node:
+            case ast.Constant(value=str(text)) if text.split(":")[0] in DEVICE_NAMES - {"cpu"}:
+                yield f"{path.name}:{node.lineno} names the device {text!r}: ask for an ability"
+            case ast.Attribute(value=ast.Name("torch"), attr=name) if name in DEVICE_MODULES:
+                yield f"{path.name}:{node.lineno} uses torch.{name}: go through accelz"
+            case ast.ImportFrom(module=str(name)) | ast.alias(name=name) if name.split(".")[0] in BACKENDS:
+                yield f"{path.name}:{node.lineno} imports {name}: see tests/simulated.py"
+
+
 def too_long(path: Path) -> Iterator[str]:
     lines = len(path.read_text().splitlines())
     if lines > MOST_LINES:
@@ -47,6 +62,8 @@ def main() -> int:
     found = list(strangers(TESTS / "zero", rooms))
     for path in sorted(TESTS.rglob("*.py")):
         found += [*borrowed(path), *too_long(path)]
+    for path in (TESTS / "simulated.py", *sorted((TESTS / "zero").rglob("*.py"))):
+        found += named_devices(path)
     print("\n".join(found) or "test lint: clean")
     return 1 if found else 0
 

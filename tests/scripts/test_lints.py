@@ -281,3 +281,21 @@ def test_places_of_tests(tmp_path: Path) -> None:
     (told, *_) = lint_tests.borrowed(tests / "zero/helpers/b.py")
     assert told == "b.py imports the test tests.zero.tiers.test_a"
     assert list(lint_tests.too_long(tests / "zero/helpers/b.py")) == ["b.py has 501 lines; the most is 500"]
+
+
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        ("if device != 'sim': pass", "names the device 'sim': ask for an ability"),
+        ("x.to('cuda:1')", "names the device 'cuda:1': ask for an ability"),
+        ("torch.xpu.synchronize()", "uses torch.xpu: go through accelz"),
+        ("def f():\n    from accelz_sim import faults", "imports accelz_sim: see tests/simulated.py"),
+        ("import accelz_cuda.memory as m", "imports accelz_cuda.memory: see tests/simulated.py"),
+        ("x.to('cpu'); torch.backends.cuda.enable_flash_sdp(False); same = 'simple'", ""),
+    ],
+)
+def test_tests_of_the_engine_name_no_device(tmp_path: Path, code: str, told: str) -> None:
+    (path := tmp_path / "test_a.py").write_text(code)
+    found = "\n".join(lint_tests.named_devices(path))
+    assert found.endswith(told)
+    assert bool(found) == bool(told)

@@ -14,8 +14,8 @@ import torch
 import zero
 from accelz import rebind
 from accelz.conformance.cluster import Clusters, Context
-from tests.capacity import capacity
 from tests.sim.layers import LAYER, LAYERS, MODEL, WIDTH, build, peak_of
+from tests.simulated import capacity
 from tests.zero.helpers.training import collect_all, collected
 
 SCALARS = 20 * 1024  # bytes of activations, and of everything much smaller than a layer

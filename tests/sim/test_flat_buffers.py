@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import zero
 from accelz import Accelerator, FlatBuffer, dense_stride
 from accelz.conformance.test_flat_buffers import slots_of
-from tests.capacity import capacity
+from tests.simulated import capacity
 
 from .on_sim import on_sim
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from accelz import Accelerator
-from tests.capacity import capacity
+from tests.simulated import capacity
 
 from .on_sim import on_sim
 

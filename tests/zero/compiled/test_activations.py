@@ -70,9 +70,8 @@ def inductor_body(context: Context) -> dict[str, Any]:
     return losses | {"moved": moved(engines["host"])}
 
 
-def test_generated_code_sends_them_away_too(cluster: Clusters, device: str) -> None:
-    if device in ("cpu", "sim"):
-        pytest.skip("needs a device with memory of its own that inductor generates code for")
+@pytest.mark.usefixtures("apart", "generates_code")
+def test_generated_code_sends_them_away_too(cluster: Clusters) -> None:
     (found,) = cluster(1).run(inductor_body, limit=280)
     assert found["moved"] > 0
     assert relative_error(found["host"], found["device"]) < 1e-5
@@ -149,6 +148,7 @@ def late_body(context: Context) -> dict[str, Any]:
     return losses
 
 
-def test_the_same_losses_on_a_late_stream(cluster: Clusters, device: str) -> None:
-    for found in run_late(cluster, device, 1, late_body):
+@pytest.mark.usefixtures("simulated")
+def test_the_same_losses_on_a_late_stream(cluster: Clusters) -> None:
+    for found in run_late(cluster, 1, late_body):
         assert found["host"] == found["device"]

@@ -122,9 +122,8 @@ def predicted_body(context: Context) -> list[tuple[str, int, int]]:
     return found
 
 
-def test_the_predicted_peak_is_the_device_s(cluster: Clusters, device: str) -> None:
-    if device != "sim":
-        pytest.skip("only this device counts its bytes exactly")
+@pytest.mark.usefixtures("exact")
+def test_the_predicted_peak_is_the_device_s(cluster: Clusters) -> None:
     for found in cluster(2).run(predicted_body, limit=120):
         for kind, predicted, measured in found:
             assert 0.9 < measured / predicted < 1.1, (kind, predicted, measured)

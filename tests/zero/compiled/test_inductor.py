@@ -59,11 +59,10 @@ def inductor_body(context: Context) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.usefixtures("generates_code")
 def test_inductor_trains_as_aot_eager(cluster: Clusters, device: str) -> None:
     """fp32: within rounding. bf16 autocast: fused kernels round less often, which training at this learning
     rate amplifies step by step. Gathers and reductions are the same."""
-    if device == "sim":
-        pytest.skip("inductor generates no code for the simulated device")
     for found in cluster(2).run(inductor_body, limit=280):
         for runs in found.values():
             assert runs["modes"] == {"graph"}
@@ -91,9 +90,8 @@ def kept_body(context: Context) -> list[int]:
     return found
 
 
-def test_what_is_kept_for_the_backward_is_not_gathered_again(cluster: Clusters, device: str) -> None:
-    if device == "sim":
-        pytest.skip("inductor generates no code for the simulated device")
+@pytest.mark.usefixtures("generates_code")
+def test_what_is_kept_for_the_backward_is_not_gathered_again(cluster: Clusters) -> None:
     layer = 32 * 32 * 4
     for gathered in cluster(2).run(kept_body, limit=280):
         assert gathered == [4 * layer, 4 * layer]  # three forward; backward needs two, and has one of them
@@ -184,9 +182,8 @@ def recomputing_body(context: Context) -> dict[str, tuple[float, str]]:
     return found
 
 
+@pytest.mark.usefixtures("generates_code")
 def test_whatever_a_checkpoint_recomputes(cluster: Clusters, device: str) -> None:
-    if device == "sim":
-        pytest.skip("inductor generates no code for the simulated device")
     for found in cluster(2).run(recomputing_body, limit=280):
         assert {mode for _, mode in found.values()} == {"graph"}
         assert max(error for error, _ in found.values()) < (1e-5 if device == "cpu" else 1e-3), found

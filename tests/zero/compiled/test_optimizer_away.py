@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
+from tests.simulated import faults_of, is_simulated
 from tests.zero.helpers.compiled_models import FAULTS, WIDTH, Transformer, Watched, tokens
 from tests.zero.helpers.models import device_of
 from tests.zero.helpers.optimizers import lion
@@ -188,12 +190,8 @@ def change(engine: zero.Engine) -> None:
 
 def change_what_was_copied(engine: zero.Engine) -> None:
     """The same where side streams run at once: the copy was made before the change."""
-    if engine.accelerator.name != "sim":
-        change(engine)
-        return
-    from accelz_sim import faults
-
-    with faults.prompt_streams():
+    simulated = is_simulated(engine.accelerator.name)
+    with faults_of(engine.accelerator).prompt_streams() if simulated else nullcontext():
         change(engine)
 
 
@@ -352,10 +350,9 @@ def peaks_body(context: Context, length: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("length", [8, 64])
-def test_the_peak_is_that_of_the_graphs(cluster: Clusters, device: str, length: int) -> None:
+@pytest.mark.usefixtures("exact")
+def test_the_peak_is_that_of_the_graphs(cluster: Clusters, length: int) -> None:
     """Long batches leave room for all state; with short ones all of it comes in the step, three at a time."""
-    if device != "sim":
-        pytest.skip("needs a device that is not the host and counts exactly")
     for found in cluster(2).run(peaks_body, length=length, limit=200):
         stays, visits, by_host = found["stays"], found["visits"], found["by the host"]
         assert visits["graphs"] == by_host["graphs"] == stays["graphs"]
@@ -388,10 +385,9 @@ def script_peaks_body(context: Context) -> dict[str, list[int]]:
     return found
 
 
-def test_no_script_takes_more(cluster: Clusters, device: str) -> None:
+@pytest.mark.usefixtures("exact")
+def test_no_script_takes_more(cluster: Clusters) -> None:
     """Two graphs under one backward, other forwards before the step and behind it, other lengths."""
-    if device != "sim":
-        pytest.skip("needs a device that is not the host and counts exactly")
     for found in cluster(2).run(script_peaks_body, limit=200):
         for name, (visiting, by_host) in found.items():
             assert visiting == by_host, name
@@ -399,8 +395,6 @@ def test_no_script_takes_more(cluster: Clusters, device: str) -> None:
 
 def faults_body(context: Context) -> dict[str, Any]:
     """Every so many allocations one fails, while records arrive and when they have stayed."""
-    from accelz_sim import faults
-
     visiting, plain = build(VISITING), build({})
     failed = survived = 0
     for number, nth in enumerate([1000, *range(1, 130, 6)]):
@@ -408,7 +402,7 @@ def faults_body(context: Context) -> dict[str, Any]:
         plain.step()
         loss = visiting(tokens(number, context.rank, visiting.module, LENGTH))
         try:
-            with faults.out_of_memory(nth):
+            with faults_of(context.accelerator).out_of_memory(nth):
                 visiting.backward(loss)
             survived += 1
         except torch.OutOfMemoryError:
@@ -418,9 +412,8 @@ def faults_body(context: Context) -> dict[str, Any]:
     return {"same": same(values(visiting), values(plain)), "failed": failed, "survived": survived}
 
 
-def test_no_room_while_state_arrives(cluster: Clusters, device: str) -> None:
-    if device != "sim":
-        pytest.skip("needs a device whose allocations can fail")
+@pytest.mark.usefixtures("simulated")
+def test_no_room_while_state_arrives(cluster: Clusters) -> None:
     for found in cluster(1).run(faults_body, limit=120):
         assert found["same"]
         assert min(found["failed"], found["survived"]) > 3

@@ -11,7 +11,7 @@ import torch
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
-from tests.capacity import capacity
+from tests.simulated import capacity
 from tests.zero.helpers.compiled_models import VOCABULARY, WIDTH, fresh, tokens
 from tests.zero.helpers.training import adamw
 from zero.compiled.persistence import WARM_UP, WATCHED, PersistCandidate, choose
@@ -177,9 +177,8 @@ def room_body(context: Context, extra: int) -> dict[str, Any]:
     }
 
 
-def test_what_the_device_has_free_is_used_and_no_more(cluster: Clusters, device: str) -> None:
-    if device != "sim":
-        pytest.skip("the capacity of this device cannot be set")
+@pytest.mark.usefixtures("exact", "simulated")
+def test_what_the_device_has_free_is_used_and_no_more(cluster: Clusters) -> None:
     none, some = (cluster(2).run(room_body, extra=extra) for extra in (0, 60_000))
     assert none[0]["chosen"] == []
     assert some[0]["chosen"] == some[1]["chosen"] != []
@@ -206,9 +205,8 @@ def growth_body(context: Context) -> dict[str, Any]:
     }
 
 
-def test_later_steps_that_need_more_get_it(cluster: Clusters, device: str) -> None:
-    if device != "sim":
-        pytest.skip("the capacity of this device cannot be set")
+@pytest.mark.usefixtures("exact", "simulated")
+def test_later_steps_that_need_more_get_it(cluster: Clusters) -> None:
     ranks = cluster(2).run(growth_body, limit=120)
     for found in ranks:
         assert 0 <= found["after"] < found["before"]

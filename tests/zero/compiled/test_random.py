@@ -14,7 +14,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import zero
+from accelz import HOST
 from accelz.conformance.cluster import Clusters, Context
+from tests.zero.conftest import Abilities
 from tests.zero.helpers.loops import train_on
 from tests.zero.helpers.training import adamw
 
@@ -40,8 +42,8 @@ class Dropping(nn.Module):
 
 @contextmanager
 def states_in_graphs(device_type: str) -> Iterator[None]:
-    """Have graphs on this device take the states of generators as inputs, as they do on CUDA."""
-    if device_type != "sim":
+    """Have graphs take the states of generators as inputs, as on CUDA; the host has none to take."""
+    if device_type == HOST.type or aot_utils.supports_graphsafe_rng(torch.device(device_type)):
         yield
         return
     aot_utils.register_graphsafe_rng_device_type(device_type)
@@ -52,8 +54,8 @@ def states_in_graphs(device_type: str) -> Iterator[None]:
 
 
 @pytest.fixture
-def graphs_take_states(device: str) -> None:
-    if device == "sim" and not hasattr(aot_utils, "register_graphsafe_rng_device_type"):
+def graphs_take_states(abilities: Abilities) -> None:
+    if abilities.apart and not hasattr(aot_utils, "register_graphsafe_rng_device_type"):
         pytest.skip("torch 2.11 gives no device but CUDA generators whose states are inputs of graphs")
 
 
@@ -118,8 +120,7 @@ def whole_body(context: Context) -> list[list[float]]:
     return found
 
 
-def test_a_model_that_is_recomputed_whole_draws_the_same(cluster: Clusters, device: str) -> None:
-    if device == "sim":
-        pytest.skip("inductor generates no code for the simulated device")
+@pytest.mark.usefixtures("generates_code")
+def test_a_model_that_is_recomputed_whole_draws_the_same(cluster: Clusters) -> None:
     ((straight, recomputed),) = cluster(1).run(whole_body, limit=120)
     assert straight == recomputed

@@ -225,9 +225,8 @@ def _nbytes(value: Tensor) -> int:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_a_host_budget_holds_for_any_optimizer(cluster: Clusters, device: str, dtype: torch.dtype) -> None:
-    if device != "sim":
-        pytest.skip("needs a device beside the host")
+@pytest.mark.usefixtures("apart")
+def test_a_host_budget_holds_for_any_optimizer(cluster: Clusters, dtype: torch.dtype) -> None:
     for found in cluster(2).run(within_body, dtype=dtype, limit=60):
         for name, (budget, held, groups) in found.items():
             assert held <= budget, name
@@ -261,10 +260,9 @@ def whole_body(context: Context, budget: int) -> tuple[int, list[int]]:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_a_host_budget_holds_for_whole_parameters(cluster: Clusters, device: str, size: int) -> None:
+@pytest.mark.usefixtures("apart")
+def test_a_host_budget_holds_for_whole_parameters(cluster: Clusters, size: int) -> None:
     """Five matrices on two ranks, or three: one has the state of more of them than another."""
-    if device != "sim":
-        pytest.skip("needs a device beside the host")
     matrix = 4 * WIDTH * WIDTH
     for budget in (matrix, 3 * matrix, 4 * matrix, 6 * matrix):
         found = cluster(size).run(whole_body, budget=budget, limit=60)
@@ -304,9 +302,8 @@ def coarse_body(context: Context) -> dict[str, list[str]]:
     return told
 
 
-def test_a_fraction_that_rounds_to_nothing_is_told(cluster: Clusters, device: str) -> None:
-    if device != "sim":
-        pytest.skip("needs a device beside the host")
+@pytest.mark.usefixtures("apart")
+def test_a_fraction_that_rounds_to_nothing_is_told(cluster: Clusters) -> None:
     told, nothing = cluster(2).run(coarse_body)
     (message,) = told["kernels, One"]
     for kind in ("params", "gradients"):

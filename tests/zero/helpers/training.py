@@ -120,7 +120,7 @@ def train_reference(
     clip: float | None = None,
 ) -> Run:
     """The same with DistributedDataParallel on a copy of `model`."""
-    model = where_kernels_are(context, copy.deepcopy(model))
+    model = _where_torch_averages(context, copy.deepcopy(model))
     wrapped = _Wrapped(model, loss)
     parallel = DistributedDataParallel(wrapped, find_unused_parameters=True)
     optimize = optimizer(model)
@@ -149,7 +149,7 @@ def train_averaging(
 
     Gradients are averaged after backward; a parameter that no rank used keeps `grad = None`.
     """
-    model = where_kernels_are(context, copy.deepcopy(model))
+    model = _where_torch_averages(context, copy.deepcopy(model))
     optimize = optimizer(model)
     run = Run()
     for step in range(steps):
@@ -186,7 +186,7 @@ def train_mixed_reference(
     dtype: torch.dtype,
 ) -> Run:
     """Unsharded training with 16-bit weights and gradients, fp32 masters and fp32 optimizer state."""
-    where_kernels_are(context, model)
+    _where_torch_averages(context, model)
     narrow = copy.deepcopy(model)
     for parameter in narrow.parameters():
         parameter.data = parameter.data.to(dtype)
@@ -207,13 +207,30 @@ def train_mixed_reference(
     return run
 
 
+def _where_torch_averages(context: Context, model: nn.Module) -> nn.Module:
+    """Move the model to the device, or leave it on the host where torch.distributed has no library for the
+    device's tensors."""
+    accelerator = context.accelerator
+    return (
+        where_kernels_are(context, model)
+        if accelerator.device.type in accelerator.collectives.spec
+        else model
+    )
+
+
 def where_kernels_are(context: Context, model: nn.Module) -> nn.Module:
     """Move the model to the device, whose kernels may round differently from the host's.
 
-    The simulated device computes on the host, so there the model is left where it is.
+    By swapping tensors, where `Module.to` would make new parameters and so untie those that modules share.
     """
-    device = context.accelerator.device
-    return model if device.type == "sim" else model.to(device)
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(
+        not context.accelerator.capabilities.host_data_assignment
+    )
+    try:
+        return model.to(context.accelerator.device)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
 
 
 class _Wrapped(nn.Module):

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
+from tests.simulated import capacity, faults_of
 from tests.zero.helpers.layers import BATCH, LAYERS, WIDTH, build, one_step
 from zero.memory import balance
 from zero.tiers import room
@@ -63,28 +65,21 @@ def train(
 
 def auto_body(context: Context, share: float, **settings: Any) -> dict[str, Any]:
     """Train where only `share` of what stage 3 needs is there."""
-    from accelz_sim import memory
-
     plain = train(context, **settings)
     gc.collect()
-    whole = context.accelerator.memory.stats().capacity
-    capacity = int(max(plain["peaks"]) * share)
-    memory.set_capacity(capacity)
-    try:
+    enough = int(max(plain["peaks"]) * share)
+    with capacity(context.accelerator, enough):
         auto = train(context, **settings, offload="auto")
-    finally:
-        memory.set_capacity(whole)
-    return {"plain": plain, "auto": auto, "capacity": capacity}
+    return {"plain": plain, "auto": auto, "capacity": enough}
 
 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("share", [0.6, 0.8])
 @pytest.mark.parametrize("clip_norm", [1.0, None])
+@pytest.mark.usefixtures("exact", "simulated")
 def test_auto_trains_in_less_memory(
-    cluster: Clusters, device: str, size: int, share: float, clip_norm: float | None
+    cluster: Clusters, size: int, share: float, clip_norm: float | None
 ) -> None:
-    if device != "sim":
-        pytest.skip("needs a device whose capacity can be set and is counted exactly")
     placements = set()
     for found in cluster(size).run(auto_body, share=share, clip_norm=clip_norm, limit=120):
         auto, plain = found["auto"], found["plain"]
@@ -98,10 +93,9 @@ def test_auto_trains_in_less_memory(
 
 @pytest.mark.parametrize("sizes", [(2, 1, 1, 1, 1, 1), (1, 2, 1, 2), (8, 1, 1, 2, 4)])
 @pytest.mark.parametrize("share", [0.6, 0.8])
-def test_layers_of_unequal_sizes(cluster: Clusters, device: str, sizes: Sequence[int], share: float) -> None:
+@pytest.mark.usefixtures("exact", "simulated")
+def test_layers_of_unequal_sizes(cluster: Clusters, sizes: Sequence[int], share: float) -> None:
     """What is measured first may be smaller than what comes to the device later."""
-    if device != "sim":
-        pytest.skip("needs a device whose capacity can be set and is counted exactly")
     (found,) = cluster(1).run(auto_body, share=share, sizes=sizes, limit=60)
     auto = found["auto"]
     assert auto["losses"] == pytest.approx(found["plain"]["losses"], rel=1e-3)
@@ -114,12 +108,9 @@ OWN = [torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.NAdam, torch.optim.
 
 @pytest.mark.parametrize("optimizer_of", OWN)
 @pytest.mark.parametrize("share", [0.8, 0.95])
-def test_auto_learns_what_optimizers_take(
-    cluster: Clusters, device: str, share: float, optimizer_of: Any
-) -> None:
+@pytest.mark.usefixtures("exact", "simulated")
+def test_auto_learns_what_optimizers_take(cluster: Clusters, share: float, optimizer_of: Any) -> None:
     """Near the limit too, where torch would go over to temporaries of all parameters at once."""
-    if device != "sim":
-        pytest.skip("needs a device whose capacity can be set and is counted exactly")
     (found,) = cluster(1).run(auto_body, share=share, optimizer_of=optimizer_of, limit=60)
     auto = found["auto"]
     assert max(auto["peaks"]) <= found["capacity"]
@@ -154,11 +145,8 @@ def no_room_body(context: Context, optimizer_of: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("optimizer_of", [torch.optim.AdamW, torch.optim.RMSprop])
-def test_an_update_without_room_has_state_make_some(
-    cluster: Clusters, device: str, optimizer_of: Any
-) -> None:
-    if device != "sim":
-        pytest.skip("needs a device that runs out of memory at a known point")
+@pytest.mark.usefixtures("exact")
+def test_an_update_without_room_has_state_make_some(cluster: Clusters, optimizer_of: Any) -> None:
     (found,) = cluster(1).run(no_room_body, optimizer_of=optimizer_of, limit=60)
     (hungry, steps), (fed, expected) = found["hungry"], found["fed"]
     assert steps == expected == 8
@@ -170,11 +158,8 @@ def test_an_update_without_room_has_state_make_some(
 
 @pytest.mark.parametrize("optimizer_of", [Stranger, beside_a_kernel])
 @pytest.mark.parametrize("size", [1, 2])
-def test_auto_knows_what_whole_parameters_take(
-    cluster: Clusters, device: str, size: int, optimizer_of: Any
-) -> None:
-    if device != "sim":
-        pytest.skip("needs a device whose capacity can be set and is counted exactly")
+@pytest.mark.usefixtures("exact", "simulated")
+def test_auto_knows_what_whole_parameters_take(cluster: Clusters, size: int, optimizer_of: Any) -> None:
     for found in cluster(size).run(auto_body, share=0.8, optimizer_of=optimizer_of, clip_norm=1.0, limit=120):
         auto, plain = found["auto"], found["plain"]
         assert auto["losses"] == pytest.approx(plain["losses"], rel=1e-3)
@@ -185,7 +170,6 @@ def test_auto_knows_what_whole_parameters_take(
 
 def overflow_body(context: Context, overflows: int) -> dict[str, Any]:
     """The first steps are held back: an optimizer that steps itself has no state yet when they are over."""
-    from accelz_sim import memory
 
     def run(offload: Any) -> tuple[list[int], int, list[str]]:
         gc.collect()
@@ -202,22 +186,15 @@ def overflow_body(context: Context, overflows: int) -> dict[str, Any]:
 
     plain, _, _ = run(None)
     gc.collect()
-    whole = context.accelerator.memory.stats().capacity
-    memory.set_capacity(capacity := int(max(plain) * 0.8))
-    try:
+    with capacity(context.accelerator, enough := int(max(plain) * 0.8)):
         peaks, predicted, tiers = run("auto")
-    finally:
-        memory.set_capacity(whole)
-    return {"peaks": peaks, "predicted": predicted, "capacity": capacity, "tiers": tiers}
+    return {"peaks": peaks, "predicted": predicted, "capacity": enough, "tiers": tiers}
 
 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("overflows", [1, 3])
-def test_steps_that_overflow_are_not_measured(
-    cluster: Clusters, device: str, size: int, overflows: int
-) -> None:
-    if device != "sim":
-        pytest.skip("needs a device whose capacity can be set and is counted exactly")
+@pytest.mark.usefixtures("exact", "simulated")
+def test_steps_that_overflow_are_not_measured(cluster: Clusters, size: int, overflows: int) -> None:
     for found in cluster(size).run(overflow_body, overflows=overflows, limit=60):
         assert max(found["peaks"]) <= found["capacity"]
         assert found["peaks"][-1] == pytest.approx(found["predicted"], rel=0.03)
@@ -226,13 +203,9 @@ def test_steps_that_overflow_are_not_measured(
 
 def growth_body(context: Context) -> dict[str, Any]:
     """A larger batch than was measured: state makes room for it, the forward is repeated."""
-    from accelz_sim import memory
-
     peak = max(train(context)["peaks"])
     gc.collect()
-    whole = context.accelerator.memory.stats().capacity
-    memory.set_capacity(int(peak * 0.8))
-    try:
+    with capacity(context.accelerator, int(peak * 0.8)):
         engine = zero.initialize(
             model := build(),
             torch.optim.AdamW(model.parameters(), lr=1e-3),
@@ -245,15 +218,12 @@ def growth_body(context: Context) -> dict[str, Any]:
             warnings.simplefilter("always")
             loss = one_step(engine, 3, 4 * BATCH)
         after = [s.record.tier.name for u in engine.units for g in u.groups for s in g.subs].count("device")
-    finally:
-        memory.set_capacity(whole)
     told = [str(w.message) for w in caught if "ran out of memory" in str(w.message)]
     return {"before": before, "after": after, "told": told, "loss": loss}
 
 
-def test_out_of_memory_moves_state_away_and_goes_on(cluster: Clusters, device: str) -> None:
-    if device != "sim":
-        pytest.skip("needs a device whose capacity can be set")
+@pytest.mark.usefixtures("exact", "simulated")
+def test_out_of_memory_moves_state_away_and_goes_on(cluster: Clusters) -> None:
     (found,) = cluster(1).run(growth_body, limit=60)
     assert found["before"] > found["after"]
     assert len(found["told"]) == 1, found
@@ -263,8 +233,6 @@ def test_out_of_memory_moves_state_away_and_goes_on(cluster: Clusters, device: s
 def crowded_body(context: Context, nth: int) -> dict[str, Any]:
     """The n-th allocation of a placement fails on the last rank. Per step: the loss, and how many records the
     policy knows to be on the device."""
-    from accelz_sim import faults
-
     model = build()
     config = zero.Config(precision="bf16", offload="auto", timeout=20)
     engine = zero.initialize(model, torch.optim.AdamW(model.parameters(), lr=1e-3), config)
@@ -274,7 +242,7 @@ def crowded_body(context: Context, nth: int) -> dict[str, Any]:
 
     def crowded(records: Any) -> None:
         starved = len(losses) == 1 and context.rank == context.size - 1
-        with faults.out_of_memory(nth) if starved else nullcontext():
+        with faults_of(context.accelerator).out_of_memory(nth) if starved else nullcontext():
             place(records)
 
     policy._place = crowded  # type: ignore[method-assign]
@@ -287,11 +255,8 @@ def crowded_body(context: Context, nth: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_placement_without_room_leaves_the_rest_on_the_host(
-    cluster: Clusters, device: str, size: int
-) -> None:
-    if device != "sim":
-        pytest.skip("needs a device whose allocations can fail")
+@pytest.mark.usefixtures("simulated")
+def test_a_placement_without_room_leaves_the_rest_on_the_host(cluster: Clusters, size: int) -> None:
     usual = cluster(size).run(crowded_body, nth=10**6)
     found = cluster(size).run(crowded_body, nth=7)
     for before, after in zip(usual, found, strict=True):
@@ -341,11 +306,8 @@ def accumulating_body(context: Context, movable: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("movable", [True, False])
-def test_a_forward_without_room_leaves_earlier_micro_batches(
-    cluster: Clusters, device: str, movable: bool
-) -> None:
-    if device != "sim":
-        pytest.skip("needs a device that runs out of memory at a known point")
+@pytest.mark.usefixtures("exact")
+def test_a_forward_without_room_leaves_earlier_micro_batches(cluster: Clusters, movable: bool) -> None:
     (found,) = cluster(1).run(accumulating_body, movable=movable, limit=60)
     (hungry, steps), (fed, expected) = found["hungry"], found["fed"]
     assert steps == expected == 5
@@ -404,11 +366,8 @@ def _take(context: Context, nbytes: int) -> None:
 
 
 @pytest.mark.parametrize("grows", [False, True])
-def test_what_others_take_while_the_state_is_away_is_not_of_a_step(
-    cluster: Clusters, device: str, grows: bool
-) -> None:
-    if device != "sim":
-        pytest.skip("needs a device that is not the host")
+@pytest.mark.usefixtures("exact")
+def test_what_others_take_while_the_state_is_away_is_not_of_a_step(cluster: Clusters, grows: bool) -> None:
     first, second = cluster(2).run(away_body, grows=grows, limit=60)
     assert first == second
     assert (first[3] > first[4]) == grows
@@ -417,14 +376,9 @@ def test_what_others_take_while_the_state_is_away_is_not_of_a_step(
 
 def creep_body(context: Context, traced: bool) -> dict[str, Any]:
     """A step that comes too near to the limit, without reaching it. traced: the user follows its memory."""
-    from accelz_sim import memory
-
     peak = max(train(context)["peaks"])
     gc.collect()
-    whole = context.accelerator.memory.stats().capacity
-    memory.set_capacity(int(peak * 1.2))
-    safety, room.SAFETY_EXACT = room.SAFETY_EXACT, 0.35
-    try:
+    with capacity(context.accelerator, int(peak * 1.2)), patch.object(room, "SAFETY_EXACT", 0.35):
         engine = zero.initialize(
             model := build(),
             torch.optim.AdamW(model.parameters(), lr=1e-3),
@@ -438,16 +392,12 @@ def creep_body(context: Context, traced: bool) -> dict[str, Any]:
             near.append(len(moving(engine)._near))
         limit = room.usable(context.accelerator)
         predicted = engine._placement.predicted_peak
-    finally:
-        memory.set_capacity(whole)
-        room.SAFETY_EXACT = safety
     return {"near": near, "predicted": predicted, "limit": limit}
 
 
 @pytest.mark.parametrize("traced", [False, True])
-def test_growth_moves_state_away_on_every_rank(cluster: Clusters, device: str, traced: bool) -> None:
-    if device != "sim":
-        pytest.skip("needs a device whose capacity can be set")
+@pytest.mark.usefixtures("exact", "simulated")
+def test_growth_moves_state_away_on_every_rank(cluster: Clusters, traced: bool) -> None:
     first, second = cluster(2).run(creep_body, traced=traced, limit=60)
     assert first["near"] == second["near"]
     probe, planned, same, fewer, after = first["near"]

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import zero
 from accelz import Accelerator
 from accelz.conformance.cluster import Clusters, Context
-from tests.capacity import capacity
+from tests.simulated import capacity
 from tests.zero.helpers.layers import BATCH, LAYERS, WIDTH, one_step
 from tests.zero.helpers.training import collected
 from zero.memory.oom_retry import OomRetry
@@ -107,12 +107,11 @@ def shortage_body(context: Context, wants: str, ranks: tuple[int, ...]) -> dict[
 
 @pytest.mark.parametrize("wants", ["forward", "backward"])
 @pytest.mark.parametrize("ranks", [(0,), (1,), (0, 1)])
+@pytest.mark.usefixtures("exact", "simulated")
 def test_out_of_memory_on_some_ranks_is_repeated(
-    cluster: Clusters, device: str, wants: str, ranks: tuple[int, ...]
+    cluster: Clusters, wants: str, ranks: tuple[int, ...]
 ) -> None:
     """Where no collective is: the others do not notice, and behind the step all have the same placement."""
-    if device != "sim":
-        pytest.skip("needs a device whose capacity can be set")
     found = cluster(2).run(shortage_body, wants=wants, ranks=ranks, limit=120)
     for rank, mine in enumerate(found):
         assert mine["losses"] == pytest.approx(mine["plain"], rel=1e-3)
@@ -150,9 +149,8 @@ def random_body(context: Context) -> tuple[bool, bool]:
     return moved == [1], torch.equal(found, expected) and torch.equal(draws, again)
 
 
-def test_a_repeated_operation_draws_the_same_numbers(cluster: Clusters, device: str) -> None:
-    if device != "sim":
-        pytest.skip("needs a device whose capacity can be set")
+@pytest.mark.usefixtures("exact", "simulated")
+def test_a_repeated_operation_draws_the_same_numbers(cluster: Clusters) -> None:
     assert cluster(1).run(random_body) == [(True, True)]
 
 

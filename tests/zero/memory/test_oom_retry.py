@@ -164,9 +164,6 @@ def tiers(engine: zero.Engine) -> set[str]:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_state_makes_room_for_a_plain_backward_that_is_run_again(
-    cluster: Clusters, device: str, size: int
-) -> None:
-    if device != "sim":
-        pytest.skip("needs a device with memory of its own")
+@pytest.mark.usefixtures("apart")
+def test_state_makes_room_for_a_plain_backward_that_is_run_again(cluster: Clusters, size: int) -> None:
     cluster(size).run(again_body)

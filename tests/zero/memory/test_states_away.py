@@ -16,6 +16,8 @@ from torch import Tensor
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
+from tests.simulated import faults_of
+from tests.zero.conftest import Abilities
 from tests.zero.helpers.models import fresh, language_loss
 from tests.zero.helpers.optimizers import adagrad
 from tests.zero.helpers.training import Run, adamw, collect_all, collected, same_bits
@@ -158,23 +160,20 @@ def half_way_body(context: Context) -> dict[str, bool]:
     return found
 
 
-def test_what_could_not_leave_comes_back(cluster: Clusters, device: str) -> None:
-    if device != "sim":
-        pytest.skip("needs a device that is not the host")
+@pytest.mark.usefixtures("apart")
+def test_what_could_not_leave_comes_back(cluster: Clusters) -> None:
     for found in cluster(2).run(half_way_body, limit=60):
         assert all(found.values()), found
 
 
 def no_room_body(context: Context) -> dict[str, tuple[str, bool]]:
     """One rank has no room to reload. By stage and allocation: what is said, and whether all is back then."""
-    from accelz_sim import faults
-
     found = {}
     for stage, nth in itertools.product(STAGES, (1, 2, 6)):
         engine = _trained(stage)
         before = Run(state=engine.state_dict(master=True))
         engine.offload_states()
-        fault = faults.out_of_memory(nth) if context.rank == 1 else nullcontext()
+        fault = faults_of(context.accelerator).out_of_memory(nth) if context.rank == 1 else nullcontext()
         with fault, pytest.raises(zero.ZeroError) as raised:
             engine.reload_states()
         with pytest.raises(zero.UsageError, match="reload_states"):
@@ -186,10 +185,9 @@ def no_room_body(context: Context) -> dict[str, tuple[str, bool]]:
     return found
 
 
-def test_no_room_to_reload_on_one_rank(cluster: Clusters, device: str) -> None:
+@pytest.mark.usefixtures("simulated")
+def test_no_room_to_reload_on_one_rank(cluster: Clusters) -> None:
     """All ranks hear of it, none waits for another, and all may try again."""
-    if device != "sim":
-        pytest.skip("needs a device whose allocations can fail")
     first, second = cluster(2).run(no_room_body, limit=60)
     assert first.keys() == second.keys()
     for said, same in (*first.values(), *second.values()):
@@ -227,11 +225,13 @@ def loaded_body(context: Context, path: str) -> dict[str, tuple[bool, list[int]]
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_load_leaves_the_state_away(cluster: Clusters, device: str, tmp_path: Path, size: int) -> None:
+def test_a_load_leaves_the_state_away(
+    cluster: Clusters, abilities: Abilities, tmp_path: Path, size: int
+) -> None:
     for found in cluster(size).run(loaded_body, path=str(tmp_path), limit=60):
         for case, (same, (before, away, back)) in found.items():
             assert same, case
-            assert device != "sim" or (away < before / 10 and back == before), (case, before, away, back)
+            assert not abilities.exact or (away < before / 10 and back == before), (case, before, away, back)
 
 
 def _trained(stage: Any, precision: Any = "bf16") -> zero.Engine:

@@ -13,6 +13,7 @@ from torch import nn
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
+from tests.simulated import faults_of
 from tests.zero.helpers.courses import Course, course, same
 from tests.zero.helpers.late_stream import run_late
 from tests.zero.helpers.models import fresh, language_loss
@@ -133,10 +134,9 @@ def step_body(context: Context) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_step_takes_three_records(cluster: Clusters, device: str, size: int) -> None:
+@pytest.mark.usefixtures("exact")
+def test_a_step_takes_three_records(cluster: Clusters, size: int) -> None:
     """Masters and moments; in fp32 the shards are the masters, and stay."""
-    if device != "sim":
-        pytest.skip("needs a device that is not the host and counts exactly")
     for found in cluster(size).run(step_body):
         for precision, values in (("bf16", 3), ("fp32", 2)):
             record = values * found["record"]
@@ -216,14 +216,12 @@ class Attempt:
 
 
 def attempt(nth: int) -> Attempt:
-    from accelz_sim import faults
-
     gc.collect()
     engine = build(zero.Offload(**VISITING), layers=3, precision="bf16")
     backward(engine, 0)
     found = Attempt()
     try:
-        with faults.out_of_memory(nth):
+        with faults_of(engine.accelerator).out_of_memory(nth):
             engine.step()
     except zero.OutOfMemoryError as error:
         found.told = str(error)
@@ -238,10 +236,9 @@ def memory_body(context: Context) -> tuple[Attempt, list[Attempt]]:
     return attempt(1000), [attempt(nth) for nth in range(1, 28)]
 
 
-def test_no_room_to_come_ahead(cluster: Clusters, device: str) -> None:
+@pytest.mark.usefixtures("simulated")
+def test_no_room_to_come_ahead(cluster: Clusters) -> None:
     """Who finds no room comes on its turn, when others have gone; else the error names the unit."""
-    if device != "sim":
-        pytest.skip("needs a device whose allocations can fail")
     for plain, attempts in cluster(1).run(memory_body, limit=120):
         survived = [found for found in attempts if not found.told]
         assert len(survived) >= 6  # each of three values of the second and the third record
@@ -277,6 +274,7 @@ def test_other_optimizers_are_refused(cluster: Clusters) -> None:
         assert "step='host'" in message
 
 
-def test_state_that_visits_on_a_late_stream(cluster: Clusters, device: str) -> None:
-    for found in run_late(cluster, device, 2, parity_body):
+@pytest.mark.usefixtures("simulated")
+def test_state_that_visits_on_a_late_stream(cluster: Clusters) -> None:
+    for found in run_late(cluster, 2, parity_body):
         assert [name for name, equal in found.items() if not equal] == []

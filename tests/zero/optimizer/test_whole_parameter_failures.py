@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
+from tests.simulated import faults_of
 from tests.zero.helpers.models import fresh, language_loss
 from tests.zero.helpers.whole_optimizers import (
     Trust,
@@ -64,15 +65,13 @@ def no_room_body(context: Context, offload: Any) -> list[tuple[str, float]]:
 
 
 def starved_step(context: Context, offload: Any, nth: int) -> tuple[str, float, list[str]]:
-    from accelz_sim import faults
-
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)) for _ in range(2)))
     config = zero.Config(precision="bf16", offload=offload, units=(nn.Sequential,), timeout=20)
     engine = zero.initialize(model, mixed(model), config)
     engine.backward(engine(torch.ones(2, 8, device=context.accelerator.device)).square().sum())
     began, said = time.monotonic(), ""
-    fault = faults.out_of_memory(nth) if context.rank == 1 else nullcontext()
+    fault = faults_of(context.accelerator).out_of_memory(nth) if context.rank == 1 else nullcontext()
     try:
         with fault:
             engine.step()
@@ -82,9 +81,8 @@ def starved_step(context: Context, offload: Any, nth: int) -> tuple[str, float, 
 
 
 @pytest.mark.parametrize("offload", [None, zero.Offload(optimizer="host")])
-def test_no_room_on_one_rank_holds_up_no_other(cluster: Clusters, device: str, offload: Any) -> None:
-    if device != "sim":
-        pytest.skip("needs a device whose allocations can fail")
+@pytest.mark.usefixtures("simulated")
+def test_no_room_on_one_rank_holds_up_no_other(cluster: Clusters, offload: Any) -> None:
     first, second = cluster(2).run(no_room_body, offload=offload, limit=90)
     assert len(first) == len(second) > 4
     for (said, seconds), (own, _) in zip(first[:-1], second, strict=False):

@@ -226,9 +226,8 @@ def waiting_body(context: Context) -> dict[str, int]:
     return found | {"released": memory.stats().allocated - before}
 
 
-def test_what_waits_takes_a_byte_an_element(cluster: Clusters, device: str) -> None:
-    if device != "sim":
-        pytest.skip("only this device counts its bytes exactly")
+@pytest.mark.usefixtures("exact")
+def test_what_waits_takes_a_byte_an_element(cluster: Clusters) -> None:
     codes, scales, vector = 256 * 256, 256 * 256 // QUANT_BLOCK * 4, 256 * 4
     for found in cluster(2).run(waiting_body):
         assert found == {"under way": codes + scales + vector, "done": 4 * codes + vector, "released": 0}

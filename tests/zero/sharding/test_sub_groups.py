@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
-from tests.capacity import capacity
+from tests.simulated import capacity
 from tests.zero.helpers.fingerprint import fingerprint
 from tests.zero.helpers.training import adamw, collected
 from zero.config.offload import MeasuredOffload
@@ -129,9 +129,8 @@ def visits_body(context: Context) -> tuple[float, float, int]:
     return found[0], found[1], peaks[1] - peaks[0]
 
 
-def test_three_records_visit_the_device(cluster: Clusters, device: str) -> None:
-    if device != "sim":
-        pytest.skip("needs a device that is not the host and counts exactly")
+@pytest.mark.usefixtures("exact")
+def test_three_records_visit_the_device(cluster: Clusters) -> None:
     for stays, visits, more in cluster(2).run(visits_body):
         assert visits == stays
         assert more <= 3 * 3 * 4 * SUB
@@ -150,10 +149,9 @@ def journeys_body(context: Context, params: str) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("params", ["device", "host"])
-def test_a_record_comes_once_in_a_step(cluster: Clusters, device: str, params: str) -> None:
+@pytest.mark.usefixtures("apart")
+def test_a_record_comes_once_in_a_step(cluster: Clusters, params: str) -> None:
     """Also where its master is a part of the shard, another part of which is stepped meanwhile."""
-    if device != "sim":
-        pytest.skip("needs a device that is not the host")
     for records, journeys in cluster(2).run(journeys_body, params=params):
         assert journeys == records > 3
 
@@ -171,9 +169,8 @@ def misfit_body(context: Context, path: str) -> str:
     return str(told.value)
 
 
-def test_a_parameter_in_several_pieces_is_named_once(cluster: Clusters, tmp_path: Path, device: str) -> None:
-    if device != "sim":
-        pytest.skip("needs a device that is not the host")
+@pytest.mark.usefixtures("apart")
+def test_a_parameter_in_several_pieces_is_named_once(cluster: Clusters, tmp_path: Path) -> None:
     for told in cluster(1).run(misfit_body, path=str(tmp_path / "checkpoint")):
         assert told.count("embedding.weight") == 1, told
 
@@ -208,9 +205,8 @@ def auto_body(context: Context) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_auto_places_parts_of_a_unit(cluster: Clusters, device: str, size: int) -> None:
-    if device != "sim":
-        pytest.skip("needs a device whose capacity can be set and is counted exactly")
+@pytest.mark.usefixtures("exact", "simulated")
+def test_auto_places_parts_of_a_unit(cluster: Clusters, size: int) -> None:
     for found in cluster(size).run(auto_body, limit=120):
         auto = found["auto"]
         assert auto["losses"] == pytest.approx(found["plain"]["losses"], rel=1e-3)

@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import zero
 from accelz.conformance.cluster import Clusters, Context
 from tests.zero.helpers.compiled_models import fresh as compiled_model
-from tests.zero.helpers.late_stream import LATE
 from tests.zero.helpers.loops import train_on
 from tests.zero.helpers.models import fresh, language_loss
 from tests.zero.helpers.optimizers import adagrad
@@ -186,9 +185,8 @@ def ahead_body(context: Context) -> dict[str, tuple[bool, bool]]:
     return found
 
 
-def test_shards_on_the_host_are_cast_beside_the_computation(cluster: Clusters, device: str) -> None:
-    if device != "sim":
-        pytest.skip(LATE)
+@pytest.mark.usefixtures("simulated")
+def test_shards_on_the_host_are_cast_beside_the_computation(cluster: Clusters) -> None:
     (found,) = cluster(1).run(ahead_body)
     assert len(found) > 2
     assert set(found.values()) == {(False, True)}

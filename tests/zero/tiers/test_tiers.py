@@ -405,11 +405,13 @@ def test_the_default_device_does_not_matter(cluster: Clusters, tmp_path: Path, s
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.usefixtures("simulated")
 def test_every_tier_on_a_late_stream(cluster: Clusters, tmp_path: Path, device: str, precision: str) -> None:
-    for found in run_late(cluster, device, 2, tiers_body, path=str(tmp_path), precision=precision):
+    for found in run_late(cluster, 2, tiers_body, path=str(tmp_path), precision=precision):
         check(found, device, 1e-5 if precision == "fp32" else 3e-2)
 
 
+@pytest.mark.usefixtures("simulated")
 def test_every_setting_on_a_late_stream(cluster: Clusters, tmp_path: Path, device: str) -> None:
-    for found in run_late(cluster, device, 2, settings_body, path=str(tmp_path)):
+    for found in run_late(cluster, 2, settings_body, path=str(tmp_path)):
         check(found, device, 3e-2)

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
+from tests.simulated import faults_of
 from tests.zero.helpers.loops import train_on
 from tests.zero.helpers.training import adamw
 from zero.whole.full_parameters import FullParameters
@@ -143,8 +144,6 @@ def test_a_block_in_a_reentrant_checkpoint_and_out_of_it(
 
 def half_body(context: Context, gather_dtype: Any, autocast: bool) -> list[str]:
     """A gather that runs out of memory half-way, in a block that holds the unit, and is tried again."""
-    from accelz_sim import faults
-
     wrong = []
     for nth in range(1, 9):
         engine = build(nn.Sequential(nn.Linear(WIDTH, WIDTH)), "Linear", gather_dtype)
@@ -158,7 +157,7 @@ def half_body(context: Context, gather_dtype: Any, autocast: bool) -> list[str]:
             expected = forward()
         with zero.gathered(engine.module):
             try:
-                with faults.out_of_memory(nth):
+                with faults_of(context.accelerator).out_of_memory(nth):
                     forward()
             except torch.OutOfMemoryError:
                 pass
@@ -171,11 +170,8 @@ def half_body(context: Context, gather_dtype: Any, autocast: bool) -> list[str]:
 
 
 @pytest.mark.parametrize(("gather_dtype", "autocast"), WAYS)
-def test_half_a_gather_is_finished_by_the_next(
-    cluster: Clusters, device: str, gather_dtype: Any, autocast: bool
-) -> None:
-    if device != "sim":
-        pytest.skip("only this device runs out of memory when it is told to")
+@pytest.mark.usefixtures("simulated")
+def test_half_a_gather_is_finished_by_the_next(cluster: Clusters, gather_dtype: Any, autocast: bool) -> None:
     for wrong in cluster(2).run(half_body, gather_dtype=gather_dtype, autocast=autocast):
         assert wrong == []
 

@@ -1,5 +1,6 @@
 """Faults that can be switched on, each in this process alone, to test how an engine handles them.
 
+with faults.capacity(1 << 20): ...             # the current device holds 1 MiB
 with faults.out_of_memory(3): ...              # the third allocation from here raises
 with faults.collective("fails", 2): ...        # the second collective from here raises at wait()
 with faults.collective("stalls", 1): ...       # the next one is never joined by this rank
@@ -19,6 +20,18 @@ from torch import Stream
 from accelz_sim import _C
 
 Kind = Literal["fails", "stalls", "is aborted"]
+
+
+@contextmanager
+def capacity(nbytes: int) -> Iterator[None]:
+    """Let the current device hold `nbytes` bytes; more raises torch.OutOfMemoryError."""
+    device = _C.current_device()
+    _, _, whole = _C.counters(device)
+    _C.set_capacity(device, nbytes)
+    try:
+        yield
+    finally:
+        _C.set_capacity(device, whole)
 
 
 @contextmanager

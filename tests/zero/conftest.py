@@ -1,0 +1,66 @@
+"""What tests of the engine need of a device, as fixtures: they ask for abilities and name no device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from accelz import HOST, Capabilities
+from accelz.conformance.cluster import Clusters, Context
+from tests.simulated import is_simulated
+
+
+@dataclass(frozen=True)
+class Abilities:
+    """What the device under test can do. simulated: its backend has `tests.simulated.faults_of`."""
+
+    device_type: str
+    capabilities: Capabilities
+    simulated: bool
+
+    @property
+    def apart(self) -> bool:
+        """Whether the memory is not the host's."""
+        return self.device_type != HOST.type
+
+    @property
+    def exact(self) -> bool:
+        """Whether the memory is the device's own, and every byte of it is counted."""
+        return self.apart and self.capabilities.counts_every_byte
+
+
+def asked(context: Context) -> Abilities:
+    accelerator = context.accelerator
+    return Abilities(accelerator.device.type, accelerator.capabilities, is_simulated(accelerator.name))
+
+
+@pytest.fixture(scope="session")
+def abilities(cluster: Clusters) -> Abilities:
+    (found,) = cluster(1).run(asked)
+    assert isinstance(found, Abilities)
+    return found
+
+
+@pytest.fixture
+def apart(abilities: Abilities) -> None:
+    if not abilities.apart:
+        pytest.skip("needs a device with memory of its own")
+
+
+@pytest.fixture
+def exact(abilities: Abilities) -> None:
+    if not abilities.exact:
+        pytest.skip("needs a device with memory of its own that counts every byte")
+
+
+@pytest.fixture
+def simulated(abilities: Abilities) -> None:
+    if not abilities.simulated:
+        pytest.skip("needs a simulated device: one whose capacity, faults and late streams tests can set")
+
+
+@pytest.fixture
+def generates_code(abilities: Abilities) -> None:
+    if not abilities.capabilities.compiles("inductor"):
+        pytest.skip("needs a device that Inductor generates code for")
