@@ -2,7 +2,8 @@
 
 The folders of tests/zero are rooms of zero; what tests share is in modules that are no tests, so no test
 imports another; and no file is longer than MOST_LINES. Tests of zero know no device's name but the host's:
-they run on any backend, and what they need of one is a fixture of tests/zero/conftest.py.
+they run on any backend, what they need of one is a fixture of tests/zero/conftest.py, and what they import of
+tests goes with them into zero's wheel.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -51,6 +53,22 @@ def named_devices(path: Path) -> Iterator[str]:
                 yield f"{path.name}:{node.lineno} imports {name}: see tests/simulated.py"
 
 
+def shipped() -> list[str]:
+    """Files and folders of tests that are in zero's wheel."""
+    project = tomllib.loads((ROOT / "zero" / "pyproject.toml").read_text())
+    return list(project["tool"]["hatch"]["build"]["hooks"]["custom"]["tests"])
+
+
+def left_behind(path: Path, shipped: list[str]) -> Iterator[str]:
+    """What a file imports from tests that does not go with it into the wheel."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "tests":
+            for name in (f"{node.module}.{alias.name}" for alias in node.names):
+                place = name.removeprefix("tests.").replace(".", "/")
+                if not any(f"{place}/".startswith(f"{each.removesuffix('.py')}/") for each in shipped):
+                    yield f"{path.name} imports {name}, which zero/pyproject.toml does not name"
+
+
 def too_long(path: Path) -> Iterator[str]:
     lines = len(path.read_text().splitlines())
     if lines > MOST_LINES:
@@ -63,7 +81,7 @@ def main() -> int:
     for path in sorted(TESTS.rglob("*.py")):
         found += [*borrowed(path), *too_long(path)]
     for path in (TESTS / "simulated.py", *sorted((TESTS / "zero").rglob("*.py"))):
-        found += named_devices(path)
+        found += [*named_devices(path), *left_behind(path, shipped())]
     print("\n".join(found) or "test lint: clean")
     return 1 if found else 0
 

@@ -99,6 +99,8 @@ def build(package: str, url: str, out: Path) -> tuple[Path, Path]:
     with tempfile.TemporaryDirectory() as folder:
         ignored = shutil.ignore_patterns("__pycache__", "build", "dist", "*.egg-info")
         sources = shutil.copytree(ROOT / package, Path(folder, package), ignore=ignored)
+        if package == "zero":  # whose wheel has its tests: see zero/hatch_build.py
+            shutil.copytree(ROOT / "tests", Path(folder, "tests"), ignore=ignored)
         for name, change in (("pyproject.toml", with_urls), ("README.md", absolute_links)):
             path = sources / name
             of = (url, blob) if change is with_urls else (package, blob)

@@ -16,6 +16,12 @@ BODIES_IMPORT = ("torch._dynamo", "torch.nn.parallel.distributed", "zero.engine"
 """Where a rank trains: optimizers import dynamo, which takes longer than most bodies."""
 RANKS = {"cluster", "clusters", "disposable", "several", "sim"}
 """Fixtures that start other processes."""
+MARKERS = (
+    "host: of files, processes, what comes before anything is on a device, or what other tests have on one",
+    "quick: of ranks or not, part of `make quick`",
+    "slow: takes more than two seconds of processor time, so it is no part of `make quick`; slow files begin "
+    "first",
+)
 QUICK_SECONDS = 2.0
 """What a test of `--quick` may take of the processor, however busy the machine is."""
 
@@ -35,6 +41,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    for marker in MARKERS:
+        config.addinivalue_line("markers", marker)
+    config.addinivalue_line("filterwarnings", "error::pytest.PytestUnraisableExceptionWarning")
     # Tests run side by side, and threads of torch that wait for each other spin on what others need.
     torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
     os.environ["ZERO_TEST_LOOP"] = config.getoption("--loop")  # for tests.zero.helpers.loops

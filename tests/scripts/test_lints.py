@@ -299,3 +299,15 @@ def test_tests_of_the_engine_name_no_device(tmp_path: Path, code: str, told: str
     found = "\n".join(lint_tests.named_devices(path))
     assert found.endswith(told)
     assert bool(found) == bool(told)
+
+
+def test_what_tests_of_the_engine_import_goes_with_them(tmp_path: Path) -> None:
+    (path := tmp_path / "test_a.py").write_text(
+        "from tests.zero.helpers import runs\nfrom tests.accelz.forked import started_ranks\n"
+        "from tests.simulated import capacity\nfrom tests import simulated\nfrom tests.sim import layers\n"
+        "from tests.simulated_more import x\nimport torch\nfrom torch import Tensor\n"
+    )
+    assert list(lint_tests.left_behind(path, ["simulated.py", "accelz/forked.py", "zero"])) == [
+        "test_a.py imports tests.sim.layers, which zero/pyproject.toml does not name",
+        "test_a.py imports tests.simulated_more.x, which zero/pyproject.toml does not name",
+    ]

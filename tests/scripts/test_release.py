@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import email
+import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
 from pathlib import Path
@@ -117,3 +119,24 @@ def test_a_release_has_it_all_and_the_same_bytes_twice(
     other = [*release.build("accelz_xpu", URL, tmp_path / "other")]
     found = [*release.problems(builds[0], other)]
     assert [problem for problem in found if f"{wheel.name} has other bytes" in problem]
+
+
+@pytest.mark.slow
+def test_zero_brings_the_tests_of_its_engine(tmp_path: Path) -> None:
+    """They run from the wheel, which the source archive makes as well, and are a small part of it."""
+    wheel, archive = release.build("zero", URL, tmp_path / "dist")
+    with tarfile.open(archive) as opened:
+        opened.extractall(tmp_path / "source", filter="data")
+    (source,) = (tmp_path / "source").iterdir()
+    assert release.names(release._made(source, "wheel", tmp_path)) == release.names(wheel)
+    with zipfile.ZipFile(wheel) as opened:
+        tests = [each for each in opened.infolist() if each.filename.startswith("zero_conformance/tests/")]
+        opened.extractall(tmp_path / "site")
+    assert len(tests) > 200
+    assert sum(each.compress_size for each in tests) < 1_000_000
+    chosen = "test_importing_zero_loads or test_a_warning_names_the_line"
+    command = [sys.executable, "-m", "zero", "check", "--device", "cpu", "-k", chosen]
+    variables = {**os.environ, "PYTHONPATH": str(tmp_path / "site"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == "zero on cpu passes: 2 passed, 0 skipped"

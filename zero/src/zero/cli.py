@@ -1,4 +1,5 @@
-"""The command line: `zero plan`, `consolidate`, `convert`, `inspect`, `verify`, `explain-hang`, `report`.
+"""The command line: `zero plan`, `consolidate`, `convert`, `inspect`, `verify`, `explain-hang`, `report`,
+`check`.
 
 What a command needs is imported inside it, so that `zero --help` needs typer alone.
 """
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     help="Plan the memory of a training job; inspect, verify, consolidate and convert checkpoints; explain a "
-    "job that hangs; draw a run.",
+    "job that hangs; draw a run; test the engine on a device.",
     no_args_is_help=True,
     add_completion=False,
 )
@@ -68,10 +69,11 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON to stdout, and 
 
 
 def clean(command: Callable[..., None]) -> Callable[..., None]:
-    """Print an error of zero or of the system as one message, and exit with code 2."""
+    """Print an error of zero, of accelz or of the system as one message, and exit with code 2."""
 
     @functools.wraps(command)
     def wrapper(*args: Any, **kwargs: Any) -> None:
+        from accelz import AccelzError
         from zero.files.storage import allow_more_files
 
         allow_more_files()
@@ -82,7 +84,7 @@ def clean(command: Callable[..., None]) -> Callable[..., None]:
             command(*args, **kwargs)
         except BrokenPipeError:
             raise  # nobody reads the output any more, and nobody would read a message
-        except (ZeroError, OSError) as error:
+        except (ZeroError, AccelzError, OSError) as error:
             errors.print(Text(f"error: {printable(error)}"), style="red", soft_wrap=True)
             raise typer.Exit(2) from None
 
@@ -338,6 +340,34 @@ def report(
     page = output or records.path.with_name("report.html")
     page.write_text(run_page(records).render())
     print(page)
+
+
+@app.command()
+@clean
+def check(
+    device: Annotated[str, typer.Option(help="The accelz backend to test the engine on.")],
+    only: Annotated[
+        str | None, typer.Option("-k", help="Run only the tests that match, as with pytest -k.")
+    ] = None,
+    loop: Annotated[
+        Literal["engine", "plain"],
+        typer.Option(help="The loop that most tests train in; plain: loss.backward(), optimizer.step()."),
+    ] = "engine",
+    max_ranks: Annotated[
+        int, typer.Option(min=1, help="Skip tests with more ranks, such as where each needs a device.")
+    ] = 8,
+    workers: Annotated[int, typer.Option(min=1, help="Number of processes that share the tests.")] = 1,
+) -> None:
+    """Run the engine's own tests on a device; exit code 1 if one fails. Needs accelz-zero[conformance].
+
+    `accelz check` tests the backend by itself: begin with it.
+    """
+    from zero import conformance
+
+    counts = conformance.run(device, loop, only, max_ranks, workers)
+    print(f"zero on {device} {'fails' if counts.failed else 'passes'}: {counts}")
+    if counts.failed:
+        raise typer.Exit(1)
 
 
 def _options(
