@@ -44,7 +44,7 @@ def make_seeds(folder: Path) -> dict[str, Tree]:
     }
     _zero(folder / "zero")
     blocks = {name: state[name] for name in ("w", "b", "t", "e")}
-    synthetic.save(folder / "zero blocks", blocks, divided={"w": 1, "t": 0})
+    synthetic.save(folder / "zero blocks" / "a", blocks, divided={"w": 1, "t": 0})
     dense = {name: value.contiguous() for name, value in state.items()}
     (folder / "safetensors").mkdir()
     save_file(dense, folder / "safetensors" / "model.safetensors", {"format": "pt", "alias": "w"})
