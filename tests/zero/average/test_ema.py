@@ -57,20 +57,85 @@ def averaged_body(context: Context, folder: str) -> None:
             assert same(masters(engine), wanted)
             assert not torch.equal(language_loss(engine.module, 9, context.rank), loss)
             engine.save_pretrained(f"{folder}/weights-{number}", dtype=torch.float32)
-            with pytest.raises(UsageError, match="inside ema"):
-                engine.save_checkpoint(f"{folder}/refused", {"ema": ema})
+            if number == 0:
+                refused_inside(engine, ema, context.rank, folder)
         assert same(masters(engine), after)
         assert torch.equal(language_loss(engine.module, 9, context.rank), loss)
         saved = load_file(f"{folder}/weights-{number}/model.safetensors")
         assert same({name: saved[name] for name in wanted}, wanted)
         engine.save_checkpoint(f"{folder}/saved-{number}", {"ema": ema}, async_=number == 0)
         engine.wait_for_checkpoint()
-        train_on(engine, language_loss(engine.module, 3, context.rank))
-        language_loss(engine.module, 4, context.rank).backward()
-        with pytest.raises(UsageError, match=r"between backward\(\) and step"):
-            ema.swap()
         if context.rank == 0:
             torch.save(wanted, f"{folder}/wanted-{number}")
+        stepped = [stepped_after_a_look(engine, ema, context, folder, look) for look in (False, True)]
+        assert same(*stepped)
+        if number == 1:
+            gone_on(engine, ema, context.rank, folder)
+
+
+def refused_inside(engine: zero.Engine, ema: zero.EMA, rank: int, folder: str) -> None:
+    """What would train, save or replace the averages in the weights' place."""
+    other = adamw(engine.module)
+    for call in (
+        lambda: engine.save_checkpoint(f"{folder}/refused", {"ema": ema}),
+        lambda: engine.save_checkpoint(f"{folder}/refused"),
+        lambda: engine.load_checkpoint(f"{folder}/refused"),
+        lambda: engine.load_state_dict({}),
+        lambda: engine.attach(other),
+        lambda: language_loss(engine.module, 9, rank).backward(),
+        lambda: engine.backward(language_loss(engine.module, 9, rank)),
+        ema.update,
+        lambda: zero.EMA(engine),
+    ):
+        with pytest.raises(UsageError, match="inside ema"):
+            call()
+
+
+def stepped_after_a_look(
+    engine: zero.Engine, ema: zero.EMA, context: Context, folder: str, look: bool
+) -> dict[str, Tensor]:
+    """Masters after two micro-batches, with or without looks at the average between them and before the
+    step."""
+    path = f"{folder}/before-look"
+    if look:
+        engine.load_checkpoint(path, restore={"ema": ema})
+    else:
+        engine.save_checkpoint(path, {"ema": ema})
+    for batch in (5, 6):
+        engine.backward(language_loss(engine.module, batch, context.rank))
+        if look:
+            with ema.applied(), torch.no_grad():
+                language_loss(engine.module, 7, context.rank)
+                with pytest.raises(UsageError, match="inside ema"):
+                    engine.optimizer.step()
+    engine.optimizer.step()
+    engine.optimizer.zero_grad()
+    return masters(engine)
+
+
+def gone_on(engine: zero.Engine, ema: zero.EMA, rank: int, folder: str) -> None:
+    """Two averages; one that is adopted; and none after another optimizer has made the shards anew."""
+    second, before = zero.EMA(engine, 0.5), masters(engine)
+    with ema.applied():
+        average = masters(engine)
+        with pytest.raises(UsageError, match="inside ema"):
+            second.swap()
+    ema.adopt()
+    assert not same(average, before)
+    assert same(masters(engine), average)
+    engine.attach(adamw(engine.module))
+    with pytest.raises(UsageError, match="average anew"), ema.applied():
+        pass
+    for call in (
+        ema.update,
+        ema.swap,
+        lambda: engine.save_checkpoint(f"{folder}/stale", {"ema": ema}),
+        lambda: engine.load_checkpoint(f"{folder}/before-look", restore={"ema": ema}),
+    ):
+        with pytest.raises(UsageError, match="average anew"):
+            call()
+    with zero.EMA(engine).applied():
+        assert same(masters(engine), average)
 
 
 def same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> bool:

@@ -33,7 +33,8 @@ class EMA:
     It begins as the weights are. All calls, and the saves and loads, are for all ranks; a checkpoint restores
     it at any number of ranks. It lies where the masters lie, on the host for those on disk, and takes 4 bytes
     for each trained parameter, divided by the ranks that share it. Frozen parameters and buffers are not
-    averaged. Raises UsageError for a decay outside of 0 to 1.
+    averaged. After `engine.attach` with another optimizer, make it anew. Raises UsageError for a decay
+    outside of 0 to 1.
 
     decay: of the average at an update; may be changed. updates: how many there were.
     slices: by group, (shard_numel,).
@@ -45,12 +46,10 @@ class EMA:
         self.decay = decay
         self.updates = 0
         self._engine = engine
-        self._applied = False
-        engine._integrity.check_complete()
-        engine._integrity.check_present()
+        self._check_weights("EMA")
         with lasting():
             self.slices: Mapping[FlatGroup, Tensor] = {
-                group: self._begun(group) for unit in engine.units for group in unit.groups if group.trainable
+                group: self._begun(group) for group in _trained(engine)
             }
 
     def _begun(self, group: FlatGroup) -> Tensor:
@@ -61,7 +60,8 @@ class EMA:
     @torch.no_grad()
     def update(self) -> None:
         """Let the average follow the weights, after an optimizer step. Not collective: slices stay apart."""
-        self._check("update")
+        self.check_current()
+        self._check_weights("ema.update")
         kept: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
         for group, average in self.slices.items():
             averages, values = kept.setdefault(average.device, ([], []))
@@ -73,19 +73,27 @@ class EMA:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """In the block, the model has the averages, to be evaluated or saved, as by `save_pretrained`, and
-        cannot be trained. Collective. Raises UsageError between a backward and its step."""
-        self._check("applied")
+        """In the block, the model has the averages, to be evaluated or saved, as by `save_pretrained`.
+        Collective. Backwards, steps, checkpoints and loads raise UsageError there. Gradients from before the
+        block are there after it."""
+        self._check_weights("ema.applied")
         self.swap()
         try:
             yield
         finally:
-            self.swap()
+            if self._applied:  # not after a change of weights in the block that was interrupted
+                self.swap()
 
     def swap(self) -> None:
         """Exchange the weights and the averages, for loops that `applied` does not fit. Collective."""
+        self.check_current()
         self._engine._boundary.exchange(self.slices)
-        self._applied = not self._applied
+
+    def adopt(self) -> None:
+        """Give the model the averages for good, at the end of training. Collective."""
+        self._check_weights("ema.adopt")
+        self.swap()
+        self._engine._integrity.exchanged = None
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint has of it besides the slices, which every rank saves by itself."""
@@ -94,19 +102,28 @@ class EMA:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.decay, self.updates = state["decay"], state["updates"]
 
-    def check_storable(self) -> None:
-        """Raise UsageError in an `applied` block, where the weights lie in the average's place."""
-        if self._applied:
+    def check_current(self) -> None:
+        """Raise UsageError once the engine has been built anew, for another optimizer."""
+        if self.slices.keys() != set(_trained(self._engine)):
             raise UsageError(
-                "a checkpoint with the average cannot be saved or loaded inside ema.applied(): weights and "
-                "average have changed places; end the block first"
+                "engine.attach(optimizer) has divided the weights anew, and this average has slices of the "
+                "old ones: make the average anew, zero.EMA(engine)"
             )
 
-    def _check(self, call: str) -> None:
-        if self._applied:
-            raise UsageError(f"ema.{call}() was called inside ema.applied(): end the block first")
-        self._engine._integrity.check_complete()
-        self._engine._integrity.check_present()
+    @property
+    def _applied(self) -> bool:
+        return self._engine._integrity.exchanged is self.slices
+
+    def _check_weights(self, call: str) -> None:
+        """Raise UsageError unless the model's weights are there."""
+        integrity = self._engine._integrity
+        integrity.check_own(call)
+        integrity.check_complete()
+        integrity.check_present()
+
+
+def _trained(engine: Engine) -> Iterator[FlatGroup]:
+    return (group for unit in engine.units for group in unit.groups if group.trainable)
 
 
 def averages_in(state: Mapping[str, Any]) -> dict[str, EMA]:

@@ -201,6 +201,7 @@ class Engine:
         self.wait_for_checkpoint()
         self._integrity.check_present()
         self._integrity.check_complete()
+        self._integrity.check_own("attach")
         self._pass.check_not_in_use("attach")
         self._attach(self, optimizer=optimizer)
 
@@ -495,6 +496,7 @@ class Engine:
         on until a whole checkpoint has been loaded.
         """
         self._pass.check_not_in_use("load_checkpoint")
+        self._integrity.check_own("load_checkpoint")
         self._check_model()
         if not strict:  # what the checkpoint does not have stays as it is
             self._integrity.check_refreshed()
@@ -715,6 +717,7 @@ class Engine:
     def _check_loadable(self, call: str) -> None:
         """Check that weights may be loaded from elsewhere."""
         self._integrity.check_present()
+        self._integrity.check_own(call)
         self._pass.check_not_in_use(call)
         self._check_model()
         self._integrity.check_refreshed()
@@ -722,6 +725,7 @@ class Engine:
     def _check_savable(self) -> None:
         """Check that there is something whole to save."""
         self._integrity.check_complete()
+        self._integrity.check_own("save_checkpoint")
         self._check_model()
         self._integrity.check_refreshed()
         if self._pass.backwards:

@@ -1,19 +1,20 @@
 """Whether an engine may go on: its values are all there, of one step, and those that the program sees.
 
 Whatever could make them otherwise without anyone noticing is refused here: a step or a load that did not
-complete, state that is parked off the device, weights behind the optimizer's values, parameters that the
-engine does not have.
+complete, state that is parked off the device, weights behind the optimizer's values, an average in their
+place, parameters that the engine does not have.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
 from zero.errors import UsageError, some
 from zero.optimizer.joint import members
+from zero.sharding.flat_group import FlatGroup
 from zero.sharding.parameter_checks import ParameterChecks
 from zero.sharding.sharded_unit import ShardedUnit
 
@@ -26,6 +27,7 @@ class Integrity:
     """Checks before whatever uses or changes values; `check_...` raises if they are not fit for that.
 
     interrupted: an optimizer step or a load did not complete, so that some values are new and others old.
+    exchanged: what has changed places with the weights, if anything; see `Boundary.exchange`.
     """
 
     def __init__(
@@ -36,6 +38,7 @@ class Integrity:
         state_offload: StateOffload,
     ) -> None:
         self.interrupted = False
+        self.exchanged: Mapping[FlatGroup, Tensor] | None = None
         self._optimizer = optimizer
         self._state_offload = state_offload
         self._parameter_checks = ParameterChecks(module, units)
@@ -43,6 +46,7 @@ class Integrity:
     def interrupt(self) -> None:
         """Record that some values are new and others old: the engine refuses to go on until a load."""
         self.interrupted = True
+        self.exchanged = None
 
     def snapshot_versions(self) -> None:
         """Record that weights and masters have the same values now; changes from here on are reported."""
@@ -55,6 +59,14 @@ class Integrity:
             raise UsageError(
                 "an optimizer step or a load was interrupted and some values are new, others old: restore a "
                 "checkpoint with engine.load_checkpoint, or build the model and the engine again"
+            )
+
+    def check_own(self, call: str) -> None:
+        """Raise UsageError while something else lies in the weights' place."""
+        if self.exchanged is not None:
+            raise UsageError(
+                f"{call}() was called inside ema.applied(), or after ema.swap(): weights and average have "
+                "changed places. End the block first, or call ema.swap() again"
             )
 
     def check_present(self) -> None:
@@ -95,6 +107,7 @@ class Integrity:
         """Check that a backward may begin and would reach the parameters that are trained."""
         if not members(self._optimizer.optimizer):
             raise UsageError(_READ_ONLY)
+        self.check_own("backward")
         self.check_present()
         self.check_complete()
         self._parameter_checks.check_trained()
@@ -104,6 +117,7 @@ class Integrity:
 
         Warns of weights that were changed in place, which the step undoes.
         """
+        self.check_own("step")
         self._optimizer.check_groups()
         self._parameter_checks.warn_of_changes()
 

@@ -185,11 +185,13 @@ class Boundary:
     def exchange(self, others: Mapping[FlatGroup, Tensor]) -> None:
         """Exchange this rank's weights, and masters, with `others` of the same sizes. Collective.
 
-        Raises UsageError between a backward and its step, which would step the others.
+        Until they have been exchanged again, nothing may train or load; gradients stay. Raises UsageError
+        while anything else has changed places with the weights.
         """
         self.training_pass.check_not_in_use("exchange of weights")
-        if self.training_pass.backwards:
-            raise UsageError(_GRADIENTS)
+        back = self.integrity.exchanged is others
+        if not back:
+            self.integrity.check_own("ema.swap")
         self.integrity.check_complete()
         self.integrity.check_refreshed()
         self.optimizer.record_streamer.return_all_to_host()
@@ -199,6 +201,7 @@ class Boundary:
                 for values in dict.fromkeys((group.shard, group.widest)):
                     put(values, slice(0, other.numel()), other)
                 other.copy_(before)
+        self.integrity.exchanged = None if back else others
         self._raise_disk_errors()
 
     @contextmanager
@@ -251,9 +254,6 @@ class Boundary:
 _COUNTS = (
     "{} was called, but zero.Config(gradient_accumulation_steps=...) has a number, so the engine counts "
     "micro-batches: call {} instead, or leave the number out to decide yourself when a step is due"
-)
-_GRADIENTS = (
-    "the weights cannot be exchanged with their average between backward() and step(): call step() first"
 )
 _NOT_SUMMED = (
     "the last backward before step() was inside engine.no_sync(), so its gradients are no sums "
