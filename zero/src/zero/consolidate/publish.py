@@ -6,6 +6,10 @@ a later run with the same plan keeps the files that are finished, any other star
 Where directories cannot be renamed (see `files.in_place`), the files move one by one, those last by which
 weights are found. Meanwhile `.NAME.zero-weights` has a file `moving`, with which a later run of the same plan
 goes on.
+
+An output *among others* is written into a directory that may hold anything besides and stays the same one, as
+processes may stand or write in it. There, too, the files move one by one; what they replace waits in
+`.NAME.zero-replaced`, from where an error brings it back.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 from zero.config.paths import as_path
@@ -26,10 +31,11 @@ _log = logging.getLogger("zero")
 PLAN = "plan"
 MOVING = "moving"
 _LARGEST_PLAN = 1 << 10  # bytes; it is a digest
-_OURS = re.compile(
+_MODEL = re.compile(
     r"model(-\d{5}-of-\d{5})?\.safetensors|pytorch_model(-\d{5}-of-\d{5})?\.bin"
-    r"|model\.safetensors\.index\.json|pytorch_model\.bin\.index\.json|\.zero-lock"
+    r"|model\.safetensors\.index\.json|pytorch_model\.bin\.index\.json"
 )
+_ADAPTER = re.compile(r"adapter_model\.(safetensors|bin)")
 _LOCK = ".zero-lock"
 _ENTRIES = (".index.json", MANIFEST, LATEST_UNIVERSAL)
 
@@ -37,8 +43,9 @@ _ENTRIES = (".index.json", MANIFEST, LATEST_UNIVERSAL)
 class Staging:
     """The directory that is to become `out`.
 
-    among_others: `out` may hold anything besides, which stays; if that is directories, files move one by one.
-    Raises UsageError if `out` has no name, CheckpointError if something is in the way, and OSError.
+    among_others: `out` may hold anything besides, which stays, as do a model's weights where an adapter is
+    written and an adapter where a model is; directories above it are made. Raises UsageError if `out` has no
+    name, CheckpointError if something is in the way, and OSError.
     """
 
     def __init__(self, storage: Storage, out: Path, overwrite: bool, among_others: bool = False) -> None:
@@ -52,19 +59,20 @@ class Staging:
         self._plan = b""
         self._moving = False
         self._lock: Lock | None = None
-        if not storage.is_directory(self.out.parent):
+        self._made: list[Path] = []
+        if not among_others and not storage.is_directory(self.out.parent):
             raise CheckpointError(f"{self.out} cannot be written: there is no directory {self.out.parent}")
 
     def begin(self, plan: bytes) -> None:
         """Make the directory, or continue with that of a killed run that had the same plan."""
         storage = self._storage
+        self._made = _make(storage, self.out.parent)
         self._plan, self._moving = plan, self._noted(MOVING) == plan
         old = hidden(self.out, "replaced")
         if storage.exists(old) and not storage.exists(self.out):
             storage.rename(old, self.out)  # a run was killed between two renames
         if not self._moving:
             self._check_free()
-        storage.remove(old)
         if storage.exists(self.path):
             self._claim()
             if self._moving or self._noted(PLAN) == plan:
@@ -81,9 +89,13 @@ class Staging:
     def commit(self) -> None:
         """Give the directory its name. Of one that it replaces, weights are removed and other files kept."""
         storage = self._storage
+        storage.remove(hidden(self.out, "replaced"))
         if not self._moving:
             storage.remove(self.path / PLAN)
-            if self._holds_directories() or not self._take_name():
+            named = not self._stays() and self._take_name()
+            if not named and self._among_others:
+                self._exchange_files()
+            elif not named:
                 write_whole(storage, self.path / MOVING, self._plan)
                 storage.sync_directory(self.path)
                 self._moving = True
@@ -91,16 +103,28 @@ class Staging:
             self._move_in()
         storage.sync_directory(self.out.parent)
 
-    def _holds_directories(self) -> bool:
-        storage = self._storage
-        names = storage.names(self.out) if storage.exists(self.out) else ()
-        return any(storage.is_directory(self.out / name) for name in names)
+    def _stays(self) -> bool:
+        """Whether OUT has to remain the same directory: it has other files, or this process works there."""
+        storage, out = self._storage, self.out
+        if not self._among_others or not storage.exists(out):
+            return False
+        new = storage.names(self.path)
+        return os.path.samefile(out, os.curdir) or any(
+            storage.is_directory(out / name) or not self._replaces(name, new) for name in storage.names(out)
+        )
+
+    def _replaces(self, name: str, new: Collection[str]) -> bool:
+        """Whether new files replace one of this name beside them, as that file or as that kind of weights."""
+        kinds = [_MODEL]
+        if self._among_others:
+            kinds = [kind for kind in (_MODEL, _ADAPTER) if any(map(kind.fullmatch, new))]
+        return name in new or name == _LOCK or any(kind.fullmatch(name) for kind in kinds)
 
     def _keep_others(self) -> None:
         storage = self._storage
         new = storage.names(self.path)
         for name in storage.names(self.out) if storage.exists(self.out) else ():
-            if not _OURS.fullmatch(name) and name not in new:
+            if not self._replaces(name, new):
                 storage.link(self.out / name, self.path / name)
         storage.sync_directory(self.path)
 
@@ -132,8 +156,9 @@ class Staging:
         try:
             if not storage.exists(out):
                 storage.make_directory(out)
-            for name in sorted(filter(_OURS.fullmatch, storage.names(out)), key=_is_entry, reverse=True):
-                storage.remove(out / name)
+            for name in sorted(storage.names(out), key=_is_entry, reverse=True):
+                if self._replaces(name, ()):
+                    storage.remove(out / name)
             storage.sync_directory(out)
             names = [name for name in storage.names(self.path) if name not in (PLAN, MOVING, _LOCK)]
             for name in sorted(names, key=_is_entry):
@@ -148,10 +173,52 @@ class Staging:
             ) from error
         self._discard(self.path)
 
+    def _exchange_files(self) -> None:
+        """Move everything into OUT, and what it replaces out of it, which comes back after an error."""
+        storage, out, old = self._storage, self.out, hidden(self.out, "replaced")
+        new = [file for file in _files(storage, self.path) if str(file) != _LOCK]
+        moved: list[tuple[Path, Path]] = []
+        made: list[Path] = []
+
+        def move(files: Iterable[Path], source: Path, target: Path) -> None:
+            for file in files:
+                made.extend(_make(storage, (target / file).parent))
+                storage.rename(source / file, target / file)
+                moved.append((source / file, target / file))
+            for folder in {path.parent for pair in moved for path in pair}:
+                storage.sync_directory(folder)
+
+        try:
+            made.extend(path for folder in (out, old) for path in _make(storage, folder))
+            move(sorted(self._replaced(new), key=_is_entry, reverse=True), out, old)
+            move([file for file in new if not _is_entry(file)], self.path, out)
+            move(filter(_is_entry, new), self.path, out)
+        except BaseException:
+            for source, target in reversed(moved):
+                storage.rename(target, source)
+            _unmake(storage, made)
+            raise
+        self._discard(old)
+        self._discard(self.path)
+
+    def _replaced(self, new: list[Path]) -> Iterator[Path]:
+        """The files in OUT that new ones replace; both by their path in it."""
+        storage, out = self._storage, self.out
+        for folder in {file.parent for file in new}:
+            beside = [file.name for file in new if file.parent == folder]
+            for name in storage.names(out / folder) if storage.is_directory(out / folder) else ():
+                if (
+                    self._replaces(name, beside)
+                    and name != _LOCK
+                    and not storage.is_directory(out / folder / name)
+                ):
+                    yield folder / name
+
     def abandon(self) -> None:
         """Remove what was written, so that no later run can resume it; but not what OUT has lost already."""
         if not self._moving:
             self._storage.remove(self.path)
+        _unmake(self._storage, self._made)
         self.release()
 
     def release(self) -> None:
@@ -200,6 +267,30 @@ class Staging:
             )
 
 
-def _is_entry(name: str) -> bool:
+def _is_entry(name: str | Path) -> bool:
     """Whether a file says where the weights are that are in others."""
-    return name.endswith(_ENTRIES)
+    return str(name).endswith(_ENTRIES)
+
+
+def _files(storage: Storage, folder: Path, below: Path = Path()) -> Iterator[Path]:
+    """The paths in a folder of all files there and in the folders it holds."""
+    for name in storage.names(folder / below):
+        if storage.is_directory(folder / below / name) and not storage.is_link(folder / below / name):
+            yield from _files(storage, folder, below / name)
+        else:
+            yield below / name
+
+
+def _make(storage: Storage, folder: Path) -> list[Path]:
+    """Make a directory and those above it. Returns what was not there, the topmost first."""
+    missing = [each for each in (folder, *folder.parents) if not storage.exists(each)][::-1]
+    for each in missing:
+        storage.make_directory(each)
+    return missing
+
+
+def _unmake(storage: Storage, made: list[Path]) -> None:
+    """Remove directories that _make() has made, if they are empty."""
+    for each in reversed(made):
+        if not storage.names(each):
+            storage.remove(each)
