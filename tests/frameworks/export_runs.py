@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import peft
 import torch
@@ -22,6 +24,7 @@ import zero
 from accelz.conformance.cluster import Context
 from tests.frameworks.jobs import begin_job, language_model
 from tests.frameworks.peft_runs import model_with
+from tests.zero.helpers.told import raised
 
 SIZES = {
     "vocab_size": 32,
@@ -80,17 +83,33 @@ def saved(context: Context, folder: str) -> None:
             assert all(torch.equal(v.bfloat16(), state[n]) for n, v in loaded.state_dict().items())
 
 
+def adapted(kind: str) -> Any:
+    """own: an adapter of transformers, without a model of PEFT around."""
+    if kind != "own":
+        return model_with(kind)
+    model = language_model()
+    model.add_adapter(peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    return model
+
+
+@mock.patch("transformers.integrations.peft.MIN_PEFT_VERSION", "0")  # it does not use what is newer
 def adapters(context: Context, folder: str) -> None:
     """Models of PEFT: what it saves of an unsharded model, without gathering the base."""
     begin_job(context)
-    for kind in ("dora", "prompt"):
-        plain, model = model_with(kind), model_with(kind)
+    for kind in ("dora", "prompt", "own"):
+        plain, model = adapted(kind), adapted(kind)
         if kind == "dora":
             plain.add_adapter("other", peft.LoraConfig(r=2, target_modules=["q_proj"]))
             model.add_adapter("other", peft.LoraConfig(r=2, target_modules=["q_proj"]))
         model.load_state_dict(plain.state_dict())
         engine = zero.initialize(model, config=zero.Config(stage=3))
         engine.save_pretrained(f"{folder}/{kind}")
+        if kind == "prompt":
+            assert "dtype=..." in raised(partial(engine.save_pretrained, folder, dtype=torch.bfloat16))
+        else:
+            engine.save_pretrained(f"{folder}/{kind}-narrow", dtype=torch.bfloat16)
         if context.rank == 0:
             plain.save_pretrained(f"{folder}/{kind}-theirs")
             check_same(f"{folder}/{kind}", f"{folder}/{kind}-theirs")
+        if context.rank == 0 and kind != "prompt":
+            assert {value.dtype for value in weights(f"{folder}/{kind}-narrow").values()} == {torch.bfloat16}

@@ -75,6 +75,11 @@ def save(
     """Do what Engine.save_pretrained does. state: Engine.state_dict."""
     if has_adapter(model):
         called = _called(model)
+        if called and request.dtype is not None:
+            raise UsageError(
+                "save_pretrained(dtype=...): PEFT computes prompts as it saves, in the dtype of training; "
+                "leave dtype out"
+            )
         with gathered(called):
             _publish(
                 _Adapters(model, request, None if called else partial(state, include=added(model))),
@@ -295,8 +300,9 @@ class _Adapters:
 
 
 def has_adapter(model: nn.Module) -> bool:
-    """Whether this is a model of PEFT, which is saved without its base."""
-    return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
+    """Whether this is a model of PEFT, or of transformers with adapters: it is saved without its base."""
+    own = getattr(model, "_hf_peft_config_loaded", False)  # of model.add_adapter and load_adapter
+    return hasattr(model, "peft_config") and (own or hasattr(model, "get_base_model"))
 
 
 def added(model: Any) -> list[str]:
