@@ -61,10 +61,7 @@ def main() -> None:
 
     state = {"step": given.steps}
     engine.save_checkpoint(checkpoints / f"step-{given.steps}", state, trainable_only=True, keep_last=1)
-    weights = engine.state_dict(trainable_only=True)  # on every rank; the base is not gathered
-    with zero.gathered([]):  # PEFT asks the model for the names of modules_to_save
-        if engine.rank == 0:
-            model.save_pretrained(given.out / "adapter", state_dict=weights)
+    engine.save_pretrained(given.out / "adapter")  # on every rank; the base is not gathered
 
 
 main()
