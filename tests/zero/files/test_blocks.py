@@ -19,6 +19,7 @@ from zero.consolidate import Options, consolidate, open_source
 from zero.files import manifest as form
 from zero.files.boxes import Block, Region, Run, is_partition, read_region, row_major
 from zero.files.reader import Checkpoint
+from zero.loading import tensor_reader
 from zero.loading.tensor_reader import TensorReader
 
 SHAPE = (5, 7, 6)
@@ -136,6 +137,22 @@ def test_memory_for_a_block_of_another_cut_is_small(tmp_path: Path) -> None:
         tracemalloc.stop()
     assert torch.equal(target.view(1024, 1024), value[:, 1024:])
     assert peak < 3 << 20
+
+
+def test_another_memory_order_is_not_read_for_each_chunk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """8 MiB that are wanted transposed: read once, or once for each part of what may be staged."""
+    value = torch.randn(1024, 2048)
+    synthetic.save(tmp_path / "a", {"w": value, "divided": value}, divided={"divided": 0})
+    with Checkpoint(tmp_path / "a") as checkpoint:
+        reader = TensorReader(checkpoint)
+        for key, staged, most in (("w", 8, 1), ("divided", 8, 1), ("w", 2, 4)):
+            monkeypatch.setattr(tensor_reader, "TURNED", staged << 20)
+            target, before = torch.empty(value.numel()), checkpoint.bytes_read
+            reader.fill(f"model/{key}", target, 0, (1, 1024))
+            assert torch.equal(target.view(2048, 1024), value.t())
+            assert checkpoint.bytes_read - before <= most * value.nbytes
 
 
 Change = Callable[[dict[str, Any]], None]

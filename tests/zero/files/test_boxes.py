@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import torch
 from tests.zero.helpers import saved, synthetic
 from zero.consolidate import Options, consolidate, open_source
 from zero.files.boxes import boxes, read_box, stretches
+from zero.sources.record_source import RecordSource
 
 SHAPE = (3, 4, 5, 2)
 
@@ -49,3 +51,22 @@ def test_transposed_and_channels_last_tensors_larger_than_a_chunk(tmp_path: Path
         result = consolidate(source, tmp_path / "out", Options(workers=2, memory=2 * 147_456, verify=True))
     assert saved.same(saved.read(tmp_path / "out"), tensors)
     assert result.left_out == ("head._extra_state",)
+
+
+def test_files_without_checksums_of_blocks_are_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In many chunks, of which each has a part of every column."""
+    counted, read = [], RecordSource._read_part
+
+    def counting(source: Any, part: Any, item: int, start: int, into: memoryview) -> None:
+        counted.append(into.nbytes)
+        read(source, part, item, start, into)
+
+    monkeypatch.setattr(RecordSource, "_read_part", counting)
+    tensors = {"transposed": torch.randn(300, 700).t()}
+    torch.save(tensors, tmp_path / "pytorch_model.bin")
+    with open_source(tmp_path / "pytorch_model.bin") as source:
+        consolidate(source, tmp_path / "out", Options(workers=2, memory=2 * 147_456))
+    assert saved.same(saved.read(tmp_path / "out"), tensors)
+    assert sum(counted) == 4 * 300 * 700

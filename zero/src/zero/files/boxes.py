@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 _PRIME = (1 << 127) - 1
-_SCRATCH = 1 << 20  # bytes that may be read at once for the sake of some of them
-_IN_VAIN = 1 << 16  # bytes between two stretches that are read along, as checksums cover so many
+_SCRATCH = 1 << 20  # bytes that are read at once
+_SUMMED = 1 << 16  # bytes under one checksum of a checkpoint, which are read for any of them
 
 
 class Run(NamedTuple):
@@ -236,7 +236,7 @@ def read_region(
     tensor. item: bytes of an element.
     """
     shape = region.shape
-    order = range(len(shape)) if stride is None else sorted(range(len(shape)), key=lambda d: -stride[d])
+    order = memory_order(stride, len(shape))
     back = sorted(range(len(shape)), key=order.__getitem__)
     values, position = np.frombuffer(into, f"u{item}"), 0
     for turned in boxes_between(tuple(shape[d] for d in order), start, start + values.size):
@@ -246,7 +246,12 @@ def read_region(
         for block in blocks:
             steps = block.stride or row_major(block.region.shape)
             for here, there in region.common(box, block.region):
-                read_box(there, steps, item, partial(read, block.key), room[here.slices])
+                read_box(there, steps, item, partial(read, block.key), room[here.slices], gap=_SUMMED)
+
+
+def memory_order(stride: tuple[int, ...] | None, dimensions: int) -> tuple[int, ...]:
+    """The dimensions from the slowest in memory to the fastest. stride None: row-major."""
+    return tuple(sorted(range(dimensions), key=lambda d: 0 if stride is None else -stride[d]))
 
 
 def row_major(shape: Sequence[int]) -> tuple[int, ...]:
@@ -255,22 +260,27 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def read_box(
-    box: Box, stride: tuple[int, ...], item: int, read: Callable[[int, memoryview], None], into: Any
+    box: Box,
+    stride: tuple[int, ...],
+    item: int,
+    read: Callable[[int, memoryview], None],
+    into: Any,
+    gap: int = 0,
 ) -> None:
     """Fill `into`, an array of the box's sizes, with a box of a tensor.
 
     stride: of the tensor, in elements, none negative. item: bytes of an element. read(start, into): fills
-    `into` with the tensor's bytes from element `start` on, in memory order. What lies in between is read
-    along where that takes little.
+    `into` with the tensor's bytes from element `start` on, in memory order. gap: bytes between two stretches
+    of the box up to which they are read along.
     """
     base = sum(low * step for low, step in zip(box.lower, stride, strict=True))
-    order = sorted(range(len(stride)), key=lambda d: stride[d], reverse=True)
+    order = memory_order(stride, len(stride))
     sizes, steps = ((first, *(of[d] for d in order)) for first, of in ((1, box.sizes), (0, stride)))
     wanted = into.transpose(order)[None]
-    axis = next(n for n in range(len(sizes)) if _is_readable(sizes[n + 1 :], steps[n + 1 :], item))
+    axis = next(n for n in range(len(sizes)) if _is_readable(sizes[n + 1 :], steps[n + 1 :], item, gap))
     inner = span(sizes[axis + 1 :], steps[axis + 1 :])
     rows = 1
-    if (steps[axis] - inner) * item <= _IN_VAIN:
+    if (steps[axis] - inner) * item <= gap:
         rows = max(1, 1 + (_SCRATCH // item - inner) // max(1, steps[axis]))
     for outer in indices(sizes[:axis]):
         for first in range(0, sizes[axis], rows):
@@ -284,10 +294,11 @@ def read_box(
             wanted[(*outer, slice(first, first + part[0]))] = found
 
 
-def _is_readable(sizes: tuple[int, ...], steps: tuple[int, ...], item: int) -> bool:
-    """Whether a box of a tensor is read at once: without gaps, or with small ones if that is not much."""
-    inner, small = 1, True
+def _is_readable(sizes: tuple[int, ...], steps: tuple[int, ...], item: int, gap: int) -> bool:
+    """Whether a box of a tensor may be read at once: its gaps are small, and so is it."""
+    inner = 1
     for size, step in zip(reversed(sizes), reversed(steps), strict=True):
-        small = small and (size == 1 or (step - inner) * item <= _IN_VAIN)
+        if size > 1 and (step - inner) * item > gap:
+            return False
         inner += (size - 1) * step
-    return inner <= math.prod(sizes) or (small and inner * item <= _SCRATCH)
+    return inner * item <= _SCRATCH

@@ -1,4 +1,5 @@
-"""Reading stored tensors into tensors of a model, at most CHUNK bytes at a time."""
+"""Reading stored tensors into tensors of a model, at most CHUNK bytes at a time, or TURNED of those that have
+another memory order."""
 
 from __future__ import annotations
 
@@ -8,12 +9,14 @@ import torch
 from torch import Tensor
 
 from accelz import HOST
-from zero.files.boxes import Region, read_region
+from zero.files.boxes import Region, memory_order, read_region
 from zero.files.dtypes import TORCH
 from zero.files.manifest import Sized, blocks_of
 from zero.files.stream import CHUNK
 from zero.files.value_forms import decode
 from zero.tiers.host_memory import bytes_of
+
+TURNED = 1 << 28  # bytes staged at once where memory orders differ; each time all of a tensor may be read
 
 
 class Tensors(Protocol):
@@ -27,7 +30,7 @@ class Tensors(Protocol):
 
 
 class TensorReader:
-    """Reads from a checkpoint, or from other files, through one buffer of CHUNK bytes on the host."""
+    """Reads from a checkpoint, or from other files, through a buffer on the host."""
 
     def __init__(self, tensors: Tensors) -> None:
         self._tensors = tensors
@@ -47,14 +50,23 @@ class TensorReader:
         tensor is wanted, whose elements are counted (None: all of it).
         """
         entry = self._tensors.tensor(key)
-        dtype, step = TORCH[entry.dtype], CHUNK // entry.item_bytes
-        if self._buffer is None:
-            self._buffer = torch.empty(CHUNK, dtype=torch.uint8, device=HOST)
+        dtype, buffer = TORCH[entry.dtype], self._room(key, entry, stride, target.numel() * entry.item_bytes)
+        step = buffer.numel() // entry.item_bytes
         for first in range(0, target.numel(), step):
             part = target[first : first + step]
-            staged = self._buffer[: part.numel() * entry.item_bytes]
+            staged = buffer[: part.numel() * entry.item_bytes]
             self._read(key, entry, start + first, stride, region, bytes_of(staged))
             part.copy_(staged.view(dtype))
+
+    def _room(self, key: str, entry: Sized, stride: tuple[int, ...] | None, nbytes: int) -> Tensor:
+        """The bytes to stage values in, of `nbytes` that are wanted in the memory order given by `stride`."""
+        order = memory_order(stride, len(entry.shape))
+        turned = any(memory_order(b.stride, len(order)) != order for b in blocks_of(key, entry))
+        if turned and nbytes > CHUNK:
+            return torch.empty(min(nbytes, TURNED), dtype=torch.uint8, device=HOST)
+        if self._buffer is None:
+            self._buffer = torch.empty(CHUNK, dtype=torch.uint8, device=HOST)
+        return self._buffer
 
     def _read(
         self,
