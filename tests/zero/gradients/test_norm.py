@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor, nn
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
@@ -65,3 +66,43 @@ def test_the_norm_needs_no_limit(cluster: Clusters) -> None:
     first, second = cluster(2).run(read_body)
     assert first == [(False, True), (False, False), (False, False), *[(False, True)] * 2, (True, True)]
     assert second == [*[(False, True)] * 5, (True, True)]
+
+
+def weights(model: nn.Module) -> Tensor:
+    with zero.gathered(model):
+        return torch.cat([parameter.detach().cpu().flatten() for parameter in model.parameters()])
+
+
+def turned_body(context: Context) -> dict[str, tuple[list[Tensor], list[float]]]:
+    """The changes of a step with gradients as they are, and with their negatives; the norms; by loop."""
+    found = {}
+    for way in ("engine", "plain", "in place"):
+        changes, norms = [], []
+        for sign in (1, -1):
+            model = fresh()
+            clip_norm = None if way == "in place" else 1e-3
+            optimizer = torch.optim.SGD(model.parameters(), lr=100.0)
+            engine = zero.initialize(model, optimizer, zero.Config(clip_norm=clip_norm, timeout=20))
+            before = weights(model)
+            loss = language_loss(model, 0, context.rank)
+            engine.backward(loss) if way == "engine" else loss.backward()
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(sign)
+            if way == "in place":
+                norms.append(float(engine.clip_grad_norm_(1e-3)))
+            engine.step() if way == "engine" else optimizer.step()
+            assert engine.grad_norm is not None
+            norms.append(float(engine.grad_norm))
+            changes.append(weights(model) - before)
+        found[way] = changes, norms
+    return found
+
+
+def test_negative_gradients_step_the_other_way_and_have_the_same_norm(cluster: Clusters) -> None:
+    for found in cluster(2).run(turned_body):
+        for way, ((change, opposite), norms) in found.items():
+            assert change.abs().max() > 0
+            torch.testing.assert_close(opposite, -change, msg=way)
+            assert min(norms) > 1e-2, way
+            assert max(norms) - min(norms) < 1e-6, way

@@ -140,7 +140,7 @@ class GradientFactor:
             self._communicator.all_reduce("gradient norm", result, self._communicator.whole).wait()
         torch.gt(result[1], 0, out=self._overflow)
         norm = torch.sqrt(result[0], out=self._norm)
-        return norm if factor is None else norm.mul_(factor)
+        return norm if factor is None else norm.mul_(factor).abs_()  # a program may turn gradients around
 
 
 def clip_coefficient(norm: Tensor, max_norm: float, out: Tensor | None = None) -> Tensor:

@@ -287,7 +287,7 @@ class HeldGradients:
         shared = self._shared_multipliers()
         if shared is None:
             self._apply_multipliers()
-        norm = self._factor.measure(self._reducer, self._factor.product(shared or ())).clone().abs_()
+        norm = self._factor.measure(self._reducer, self._factor.product(shared or ())).clone()
         self._factor.norm = norm.clone()
         coefficient = clip_coefficient(norm, max_norm)
         self.multiply(self._reducer.used(), coefficient)
