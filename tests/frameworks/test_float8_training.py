@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 import zero
 from accelz.conformance.cluster import Clusters, Context
 from tests.frameworks.eight_bit_weights import BLOCKS, KINDS, WIDTH, built
+from tests.zero.helpers.disks import broken_disk
 from tests.zero.helpers.loops import train_on
 
 STEPS, MORE = 3, 2
@@ -140,3 +142,23 @@ def test_in_16_bits_they_have_codes_of_the_16_bit_weights(cluster: Clusters) -> 
     for alone, sharded, kinds in cluster(2).run(narrow_body):
         assert alone == sharded
         assert set(kinds) == {torch.bfloat16}
+
+
+def disk_body(context: Context, path: str) -> tuple[str, list[float]]:
+    """A disk of one rank that fails in a forward: what every rank is told, and the losses afterwards."""
+    model = built("float8")
+    offload = zero.Offload(params="disk", optimizer="disk", path=path)
+    engine = zero.initialize(model, adamw(model), zero.Config(offload=offload, timeout=10))
+    failing = broken_disk(after=1) if context.rank else nullcontext()
+    with failing, pytest.raises(zero.OffloadError) as failed:
+        trained(engine, 1)
+    engine.zero_grad()
+    return str(failed.value), trained(engine, 2)
+
+
+def test_a_read_error_of_one_rank_is_told_on_all(cluster: Clusters, tmp_path: Path) -> None:
+    """It takes part in the exchange of scales, for which the others would wait."""
+    losses = unsharded("float8")[0]
+    for told, found in cluster(2).run(disk_body, path=str(tmp_path)):
+        assert "could not be read from the disk" in told
+        assert found == pytest.approx(losses[:2], rel=1e-6)

@@ -347,7 +347,9 @@ class FlatGroup:
         away = self.source.in_memory() if room is self.home else self.source.on_device()
         with postponing, away as shard:
             return self._put(room, shard, communicator)
-        return self._sent(room)  # with whatever values there are: the disk has failed
+        zeros = partial(torch.zeros, self.layout.shard_numel, dtype=self.dtype, device=room.data.device)
+        nbytes = self.layout.shard_numel * self.dtype.itemsize  # the disk has failed: others wait for values
+        return self._put(room, allocate(self._stores, "to gather", self.unit, nbytes, zeros), communicator)
 
     def _put(self, room: FlatBuffer | Quantised, shard: Tensor, communicator: Communicator) -> Sequence[Sent]:
         """Put this rank's values in `room`; return what to gather."""
