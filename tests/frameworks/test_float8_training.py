@@ -162,3 +162,15 @@ def test_a_read_error_of_one_rank_is_told_on_all(cluster: Clusters, tmp_path: Pa
     for told, found in cluster(2).run(disk_body, path=str(tmp_path)):
         assert "could not be read from the disk" in told
         assert found == pytest.approx(losses[:2], rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_before_there_are_values_they_are_made_inside_the_block(kind: str) -> None:
+    with zero.init():
+        inside = built(kind)
+    expected = plain(built(kind))
+    assert all(torch.equal(value, expected[name]) for name, value in plain(inside).items())
+    with zero.init():
+        bare = nn.Sequential(nn.Linear(2 * WIDTH, WIDTH))
+    with pytest.raises(zero.ModelError, match=r"'0.weight' .* convert the model inside the block"):
+        zero.initialize(KINDS[kind](bare), adamw(bare), zero.Config())

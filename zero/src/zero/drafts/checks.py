@@ -342,6 +342,20 @@ def _check_parameter(name: str, parameter: nn.Parameter, shapes_only: bool) -> N
             f"parameter {name!r} is on the meta device and has no values; build the model under "
             "`with zero.init(config):` instead of torch.device('meta')"
         )
+    if not shapes_only and _is_around_nothing(parameter):
+        raise ModelError(
+            f"parameter {name!r} is a {type(parameter).__name__} around a parameter of zero.init(), which "
+            "has no values yet: convert the model inside the block, where such weights get values at once"
+        )
+
+
+def _is_around_nothing(parameter: Tensor) -> bool:
+    """Whether a tensor wraps one that has no memory yet."""
+    if is_distributed(parameter) or not is_traceable_wrapper_subclass(parameter):
+        return False
+    inner = [getattr(parameter, name) for name in parameter.__tensor_flatten__()[0]]
+    plain = [each for each in inner if not is_traceable_wrapper_subclass(each)]
+    return any(each.numel() and not each.is_meta and not each.untyped_storage().nbytes() for each in plain)
 
 
 def _check_block(name: str, parameter: nn.Parameter) -> None:
