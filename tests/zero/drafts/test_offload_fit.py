@@ -17,7 +17,7 @@ import zero
 from accelz.conformance.cluster import Clusters, Context
 from tests.zero.helpers.training import collected
 from zero.optimizer.joint import joint
-from zero.optimizer.state_size import moments_of
+from zero.optimizer.state_size import first_states, moments_of
 
 Make = Callable[[Any], Optimizer]
 
@@ -154,6 +154,23 @@ def test_state_that_does_not_grow_is_counted_as_it_is(shape: tuple[int, int]) ->
     weight = nn.Parameter(torch.zeros(shape))
     (found,) = moments_of(Early([weight])).values()
     assert found * weight.numel() == pytest.approx(shape[0] + min(shape) ** 2 + 100)
+
+
+class Matrices(Optimizer):
+    """Binds its state anew in every step, to a plain dict without the other parameters."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure: Any = None) -> None:
+        matrices = (p for p in self.param_groups[0]["params"] if p.dim() > 1)
+        self.state = {p: {"average": torch.zeros_like(p)} for p in matrices}  # type: ignore[assignment]
+
+
+def test_parameters_may_have_no_state() -> None:
+    optimizer = Matrices(nn.Linear(5, 7).parameters())
+    assert list(moments_of(optimizer).values()) == [1, 0]
+    assert [list(state) for *_, state in first_states(optimizer)] == [["average"], []]
 
 
 class Halves(Optimizer):

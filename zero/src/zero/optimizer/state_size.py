@@ -72,7 +72,7 @@ def first_states(optimizer: Optimizer) -> Iterator[tuple[nn.Parameter, nn.Parame
             states = _stepped(each, stand_ins)
         except OptimizerError:
             continue
-        yield from ((p, small, states[small]) for p, small in stand_ins.items() if p.requires_grad)
+        yield from ((p, small, states.get(small, {})) for p, small in stand_ins.items() if p.requires_grad)
 
 
 def _square(shape: Sequence[int]) -> tuple[int, ...]:
@@ -89,7 +89,7 @@ def _moments_after_a_step(optimizer: Optimizer, dtype: torch.dtype | None) -> di
     stand_ins = {p: _stand_in(_sides(p.shape), dtype or p.dtype) for p in parameters}
     states = _stepped(optimizer, stand_ins)
     found = {
-        p: _values_per_element(states[small], optimizer.state.get(p, {}), p, small)
+        p: _values_per_element(states.get(small, {}), optimizer.state.get(p, {}), p, small)
         for p, small in stand_ins.items()
     }
     if not is_known(optimizer):
@@ -131,7 +131,7 @@ def _packed_bytes(
 ) -> dict[nn.Parameter, int]:
     """The bytes of the state of each stand-in that has some in 8 bits or fewer."""
     states = _stepped(optimizer, stand_ins)
-    kept = {small: tensors_beside(states[small], small) for small in set(stand_ins.values())}
+    kept = {small: tensors_beside(states.get(small, {}), small) for small in set(stand_ins.values())}
     return {
         small: sum(tensor.nbytes for tensor in tensors)
         for small, tensors in kept.items()
