@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
+from tests.zero.helpers.meshes import Stage, mesh_of
 from tests.zero.helpers.models import fresh, language_loss
 from tests.zero.helpers.told import raised
 
@@ -113,6 +114,27 @@ def test_initialize_tells_of_state_that_cannot_be_saved(which: str) -> None:
     assert expected in str(caught.value)
     assert "A checkpoint cannot hold it: use an optimizer whose state is plain" in str(caught.value)
     assert not hasattr(model.gain, "_zero_name"), "nothing was changed"
+
+
+def stages_body(context: Context) -> list[str]:
+    """Of two stages of a pipeline, the second's optimizer keeps what cannot be saved."""
+    config = zero.Config(timeout=10, local_modules={"*": "pp"})
+    arranged: dict[str, Any] = {"mesh": mesh_of(("pp", 2), ("dp", 1)), "data_dims": "dp"}
+
+    def optimizer(model: nn.Module) -> Optimizer:
+        return Averaging(model.parameters(), STATES["plain" if context.rank == 0 else "a set"][0])
+
+    model = Stage(context.rank)
+    at_once = raised(lambda: zero.initialize(model, optimizer(model), config, **arranged))
+    engine = zero.initialize(model, None, config, **arranged)
+    return [at_once, raised(lambda: engine.attach(optimizer(model)))]
+
+
+def test_one_stages_state_that_cannot_be_saved_is_told_on_every_rank(cluster: Clusters) -> None:
+    first, second = cluster(2).run(stages_body)
+    assert first == second
+    of_second = "optimizer state 'average' of 'layers.layer1_0.weight' is a set"
+    assert all(told.startswith(f"OptimizerError: {of_second}") for told in first)
 
 
 def told_late(model: nn.Module, make: Callable[[Tensor], Any]) -> Optimizer:

@@ -2,28 +2,39 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero.checkpoint import user_state
+from zero.communication.communicator import Communicator
 from zero.config.training import Config
 from zero.errors import OptimizerError, StateError, UsageError
 from zero.files.dtypes import name_of
+from zero.loading.together import Together
 from zero.optimizer.piece_state import is_elementwise
 from zero.optimizer.state_size import first_states
 from zero.optimizer.wrapped_state import described, inner_tensors, is_wrapper
 from zero.tiers.stored import Stored
 
 
-def check_first_states(optimizer: Optimizer, model: nn.Module, config: Config, ranks: int) -> None:
-    """Raise OptimizerError for an optimizer that would keep state that no checkpoint can hold.
+def check_first_states(
+    optimizer: Optimizer, model: nn.Module, config: Config, communicator: Communicator
+) -> None:
+    """Raise OptimizerError, on every rank, if one has an optimizer that would keep state that no checkpoint
+    can hold. Collective: ranks may have other models, as the stages of a pipeline do.
 
     A copy of it steps small stand-ins, so what it makes only later, or cannot make here, is found after the
-    first step. ranks: of the job.
+    first step.
     """
-    of_slices = config.whole_parameters is False and config.stage > 0 and ranks > 1
+    of_slices = config.whole_parameters is False and config.stage > 0 and communicator.whole.size > 1
+    together = Together(communicator, "the optimizer's state", everywhere=True, doing="check")
+    together(partial(_check_first_states, optimizer, model, of_slices))
+
+
+def _check_first_states(optimizer: Optimizer, model: nn.Module, of_slices: bool) -> None:
     names = {parameter: name for name, parameter in model.named_parameters()}
     for parameter, stand_in, state in first_states(optimizer):
         for key, value in state.items():

@@ -11,7 +11,8 @@ from zero.loading.problems import error_of, problem_of
 
 class Together:
     """Runs an action on every rank; if it fails on one, all raise. what: what it is about, for messages.
-    everywhere: on all ranks of the job, rather than on those of the engine. doing: "load" or "save"."""
+    everywhere: on all ranks of the job, rather than on those of the engine. doing: "load", "save" or
+    "check"."""
 
     def __init__(
         self, communicator: Communicator, what: str, everywhere: bool = False, doing: str = "load"

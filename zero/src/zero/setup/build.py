@@ -107,7 +107,7 @@ def _attach(engine: Engine, sharded: Sharded, optimizer: Optimizer | Sequence[Op
         )
     param_group_of = check_optimizer(optimizer, model, config)
     check_offload(model, optimizer, config)
-    check_first_states(optimizer, model, config, sharded.communicator.whole.size)
+    check_first_states(optimizer, model, config, sharded.communicator)
     ways = steppings(optimizer, config)
     check_blocks(model, optimizer, config)
     _check_same(sharded, optimizer, param_group_of)

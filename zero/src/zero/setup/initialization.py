@@ -113,7 +113,7 @@ def initialize(
         warn(message, category, rank=communicator.group.rank)
     check_flat_buffers(accelerator)
     check_equal(model, prepared, config, communicator)
-    check_first_states(prepared.optimizer, model, config, groups.whole.size)
+    check_first_states(prepared.optimizer, model, config, communicator)
     grid = Grid.plain(groups.whole.size, config.shard_ranks) if arranged is None else groups.grid
     meshes = Meshes(groups, grid, partial(apart_of, config=config))
     differing = [*prepared.apart.values(), *(apart_of(name, config) for name, _ in model.named_buffers())]
