@@ -74,13 +74,15 @@ def test_what_cannot_be_traced_runs_by_units(cluster: Clusters, device: str) -> 
     assert second == (True, "units", 0), "rank 0 warns for all"
 
 
-def packed_body(context: Context) -> None:
+def packed_body(context: Context) -> list[str]:
     """Frozen weights in codes, which the hooks of units gather, and one graph could not."""
     found: list[list[float]] = []
-    for compile in (None, zero.Compile(inner="aot_eager")):
+    for compile in (None, zero.Compile(inner="aot_eager", persist_budget="1MiB")):
         torch.manual_seed(3)
         model = nn.Sequential(*(Wrapping(WIDTH, Codes) for _ in range(2))).to(context.accelerator.device)
-        engine = zero.initialize(model, adamw(model), zero.Config(compile=compile, timeout=60))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            engine = zero.initialize(model, adamw(model), zero.Config(compile=compile, timeout=60))
         found.append([])
         for _ in range(2):
             loss = engine(torch.full((2, WIDTH), 0.1, device=device_of(model))).square().mean()
@@ -89,7 +91,11 @@ def packed_body(context: Context) -> None:
     assert found[0] == found[1]
     assert engine.explain().mode == "units"
     assert engine.explain().why.endswith("could not gather: 0.weight, 1.weight")
+    return [told for each in caught if "one graph" in (told := str(each.message))]
 
 
 def test_models_with_weights_in_codes_are_compiled_by_units(cluster: Clusters) -> None:
-    cluster(2).run(packed_body)
+    (told,), other = cluster(2).run(packed_body)
+    assert "compiled unit by unit, because it is not one graph: parameters have their values in" in told
+    assert told.endswith("No unit persists")
+    assert not other, "rank 0 warns for all"

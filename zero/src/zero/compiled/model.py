@@ -8,8 +8,8 @@ itself and the hooks gather it, as in the eager engine; graph breaks inside a un
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -76,9 +76,8 @@ class CompiledModel:
         module._compiled_call_impl = torch.compiler.disable(self)
         inside = with_tensors_inside(module)
         if inside:
-            self._why = _INSIDE.format(some(inside))
-            self._is_one_graph = False
-            self._compile_units()
+            with self._by_units(_INSIDE.format(some(inside))):
+                self._compile_units()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self._pass.gradients_aside():
@@ -95,9 +94,9 @@ class CompiledModel:
         except BackendCompilerFailed as error:
             if isinstance(error.inner_exception, ZeroError):
                 raise error.inner_exception from error
-            return self._by_units(error.inner_exception, args, kwargs)
+            return self._go_on(error.inner_exception, args, kwargs)
         except _UNTRACED as error:
-            return self._by_units(error, args, kwargs)
+            return self._go_on(error, args, kwargs)
 
     def explain(self) -> Explanation:
         """What the passes did so far."""
@@ -156,16 +155,21 @@ class CompiledModel:
             if any(id(p) in returned for group in unit.groups for p in group.parameters):
                 unit.gather_to_keep(Keep.VIEWED)
 
-    def _by_units(self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Go on without the whole graph, unless the model itself raises on these arguments."""
-        why = _reason(error)
+    @contextmanager
+    def _by_units(self, why: str) -> Iterator[None]:
+        """The model is not one graph, and the user is told, unless the block raises."""
         told = (
             f"the model is compiled unit by unit, because it is not one graph: {why} (see engine.explain())"
         )
         with self._telling("units", told + self._lost):
-            result = self._model()._call_impl(*args, **kwargs)
+            yield
         self._why = why
         self._is_one_graph = False
+
+    def _go_on(self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Go on without the whole graph, unless the model itself raises on these arguments."""
+        with self._by_units(_reason(error)):
+            result = self._model()._call_impl(*args, **kwargs)
         # What a backward recomputes it computes as it was here; a checkpoint may have turned gradients off.
         self._units_wait = torch.is_grad_enabled() or self._model().training
         if not self._units_wait:
