@@ -314,6 +314,7 @@ def test_what_does_not_fit_is_refused(cluster: Clusters, tmp_path: Path) -> None
         assert "UsageError: restore['note'] is a str, which has no load_state_dict()" in found["value"]
         assert "UsageError: rename: the checkpoint has nothing called head" in found["rename"]
         assert "neither one value per element nor a single number" in found["lumps"]
+        assert "elements" not in found["lumps"], "the sizes would be a stand-in's"
         assert found["gathered"].startswith("load_checkpoint() was called inside zero.gathered")
 
 

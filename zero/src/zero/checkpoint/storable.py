@@ -88,7 +88,6 @@ def _kind(value: Tensor) -> str:
 def _check_whole(key: str, value: Tensor, what: str, parameter: nn.Parameter, of_slice: bool) -> None:
     if value.dim() and of_slice and not is_elementwise(key, value, parameter):
         raise StateError(
-            f"{what} has shape {tuple(value.shape)} for a slice of {parameter.numel()} elements: neither one "
-            "value per element nor a single number, so it would be meaningless on other ranks; remove "
-            "Config(whole_parameters=False)"
+            f"{what} is, for a slice, neither one value per element nor a single number, so it would be "
+            "meaningless on other ranks; remove Config(whole_parameters=False)"
         )
