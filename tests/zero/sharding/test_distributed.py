@@ -325,6 +325,12 @@ def refused_body(context: Context) -> None:
     fully_shard(model, mesh=mesh)
     with pytest.raises(zero.ModelError, match=r"is a DTensor over ranks with different data.*fully_shard"):
         zero.initialize(model, sgd(model))
+    both = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+    model = nn.Linear(WIDTH, WIDTH)
+    model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), both, [Replicate(), Shard(0)]))
+    with pytest.raises(zero.ModelError, match=r"without those of the data, dp, only") as caught:
+        zero.initialize(model, sgd(model), mesh=both, data_dims="dp")
+    assert "local_modules" not in str(caught.value), "it is not divided there"
     other = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     model = parallel(other["tp"])
     group = other.get_group("dp")

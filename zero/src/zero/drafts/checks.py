@@ -213,8 +213,7 @@ def check_distributed(
             raise ModelError(
                 f"parameter {name!r} is a DTensor over ranks with different data, which zero itself shards "
                 "parameters over: remove fully_shard, or give zero.initialize a mesh whose data_dims are "
-                "others, or process_group=mesh.get_group(...). Experts of each rank's own are declared: "
-                f"Config(local_modules={{{name!r}: {next(iter(reached), 'ep')!r}}})"
+                f"others, or process_group=mesh.get_group(...). {_along_data(name, parameter, reached)}"
             )
         unknown = [dim for dim in divided_along(parameter) if dims is not None and dim not in dims]
         if unknown:
@@ -224,6 +223,15 @@ def check_distributed(
             )
         if any(placement.is_partial() for placement in parameter.placements):  # type: ignore[attr-defined]
             raise ModelError(f"parameter {name!r} is a DTensor of partial sums: redistribute it first")
+
+
+def _along_data(name: str, parameter: nn.Parameter, reached: Collection[str]) -> str:
+    """What else helps with a DTensor whose mesh has dimensions `reached` with different data."""
+    if len(reached) == 1 and set(reached).issubset(divided_along(parameter)):
+        (dim,) = reached
+        return f"Experts of each rank's own are declared: Config(local_modules={{{name!r}: {dim!r}}})"
+    along = f", {some(sorted(reached))}," if reached else ""
+    return f'Or parallelize over the dimensions without those of the data{along} only, as over mesh["tp"]'
 
 
 def _is_in_graph(parameter: nn.Parameter) -> bool:
