@@ -355,6 +355,11 @@ def history_body(context: Context, path: str) -> list[str]:
     engine._tracer._history = history
     engine._tracer.steps = 1  # as offload="auto" asks for
     one_step(engine, 0)
+    engine._tracer.steps = 1
+    loss = engine(torch.ones(BATCH, WIDTH, device=engine.device)).float().mean()
+    engine.trace_memory()  # of a step that is followed already, without a record
+    engine.backward(loss)
+    engine.step()
     assert asked == []
     traced(engine, context).save(Path(path, "memory.html"))
     one_step(engine, 2)

@@ -123,7 +123,7 @@ class MemoryTracer:
         """The optimizer has stepped."""
         if self._follows:
             self.mark("step", "")
-            history = self._history.end() if self.wants_history else None
+            history = self._history.end()
             self.wants_history = self.wants_history and self.steps > 1
             self.report = self._untold = MemoryReport(
                 tuple(self._samples), self._memory.stats().capacity, self._exact, history
@@ -141,8 +141,7 @@ class MemoryTracer:
 
     def drop(self) -> None:
         """Forget the step: what comes next is a new one."""
-        if self._follows and self.wants_history:
-            self._history.drop()
+        self._history.drop()
         self._samples.clear()
         self._fresh = self._no_pending_forward = True
         self._follows = False
