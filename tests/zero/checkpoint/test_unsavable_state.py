@@ -201,6 +201,24 @@ def test_a_first_step_that_is_skipped_is_not_the_first(cluster: Clusters, tmp_pa
         assert second.startswith("StateError: optimizer state 'average'")
 
 
+class Unreadable(dict[str, Any]):
+    def items(self) -> Any:
+        raise RuntimeError("as the test wants")
+
+
+def unreadable_body(context: Context) -> str:
+    model = fresh()
+    optimizer = told_late(model, lambda p: Unreadable())
+    engine = zero.initialize(model, optimizer, zero.Config(stage=0, timeout=10))
+    engine.backward(language_loss(model, 0, context.rank))
+    return raised(engine.step)
+
+
+def test_an_error_in_the_check_says_what_was_checked(cluster: Clusters) -> None:
+    (told,) = cluster(1).run(unreadable_body)
+    assert told.endswith("rank 0 could not check the optimizer's state: RuntimeError: as the test wants")
+
+
 class Fickle(Telling):
     """Is saved, and not accepted afterwards, as by another version of its library."""
 

@@ -124,7 +124,8 @@ class Checkpoints:
 
     def check_state(self) -> None:
         """Raise StateError, on every rank, if the optimizer has state that cannot be saved. Collective."""
-        Together(self._engine.communicator, "")(partial(check_state, self._engine))
+        together = Together(self._engine.communicator, "the optimizer's state", doing="check")
+        together(partial(check_state, self._engine))
 
     def wait(self) -> None:
         """Wait until the save in the background is over, and raise its error, if any, once."""
