@@ -28,7 +28,8 @@ class Moved:
 
 @dataclass(frozen=True, kw_only=True)
 class TrafficPlan(Moved):
-    """Bytes of one rank in an optimizer step, all micro-batches together.
+    """Bytes of one rank in an optimizer step, all micro-batches together; in the first, which has yet to find
+    the order of units, more is gathered.
 
     collectives: by kind, of whole buffers, as `Engine.traffic` counts them, but without single numbers. link:
     how much of them leaves this rank, at best. to_copies: how much of that goes to ranks of other copies.
