@@ -12,7 +12,7 @@ import zero
 from accelz.conformance.cluster import Clusters, Context
 from tests.zero.helpers.models import fresh, language_loss
 from tests.zero.helpers.training import adamw
-from zero.whole.parameter_statistics import EDGES
+from zero.whole.parameter_statistics import EDGES, _row
 
 
 def counted(values: Tensor) -> list[float]:
@@ -49,3 +49,10 @@ def statistics_body(context: Context) -> None:
 
 def test_statistics_are_those_of_whole_values(cluster: Clusters) -> None:
     cluster(2).run(statistics_body)
+
+
+def test_more_values_than_fp32_counts() -> None:
+    """Counts are exact beyond 2**24 values of a kind, in as many parts as these need."""
+    row = _row(torch.ones(1).expand(20_000_000), torch.tensor(3.0))
+    assert row[0] == 9 * 20_000_000
+    assert row[1:].tolist() == [20_000_000.0 if edge == 2.0 else 0.0 for edge in EDGES[:-1]]

@@ -21,6 +21,9 @@ EDGES = (0.0, *(2.0**power for power in range(LOWEST, HIGHEST + 2)), math.inf)
 """Where buckets begin and end; bucket i has magnitudes from EDGES[i] up to, and without, EDGES[i + 1]. The
 last has infinite ones, too."""
 
+CHUNK = 1 << 22
+"""Elements looked at at once, with temporaries of 30 bytes for each."""
+
 
 @dataclass(frozen=True)
 class ParameterStatistics:
@@ -68,16 +71,17 @@ def _add(rows: Tensor, share: float, group: FlatGroup, values: Values, factor: T
     """Add a share of this rank's part of a group's values, times `factor`, to the rows of its parameters."""
     here = values if isinstance(values, Tensor) else values.read()
     for piece in group.pieces:
-        part = here[piece.shard_slice].float()
-        part = part if factor is None else part * factor.to(part.device)
-        rows[piece.index] += _row(part).to(rows.device) * share
+        rows[piece.index] += _row(here[piece.shard_slice], factor).to(rows.device) * share
 
 
-def _row(part: Tensor) -> Tensor:
-    """The sum of squares, and the counts of the buckets, (1 + BUCKETS,)."""
-    magnitudes = part.abs()
+def _row(part: Tensor, factor: Tensor | None = None) -> Tensor:
+    """The sum of squares, and the counts of the buckets, of values times `factor`, (1 + BUCKETS,)."""
     edges = torch.tensor(EDGES[1:-1], dtype=torch.float32, device=part.device)
-    places = torch.bucketize(magnitudes, edges, right=True)
-    counts = torch.zeros(BUCKETS, dtype=torch.float32, device=part.device)
-    counts.scatter_add_(0, places, (~magnitudes.isnan()).float())
-    return torch.cat((part.square().sum().reshape(1), counts))
+    square = torch.zeros(1, dtype=torch.float32, device=part.device)
+    # In fp32, adding ones would stop at 2**24. Unlike bincount, this waits for no device.
+    counts = torch.zeros(BUCKETS, dtype=torch.int64, device=part.device)
+    for chunk in part.split(CHUNK):
+        values = chunk.float() if factor is None else chunk.float() * factor.to(part.device)
+        square += values.square().sum()
+        counts.scatter_add_(0, torch.bucketize(values.abs(), edges, right=True), (~values.isnan()).long())
+    return torch.cat((square, counts.float()))
