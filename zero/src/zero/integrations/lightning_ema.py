@@ -12,6 +12,7 @@ from zero import average
 from zero.engine import Engine
 from zero.files.manifest import AVERAGE
 from zero.files.reader import Checkpoint, find
+from zero.loading.together import Together
 
 KEY = "average"  # in a checkpoint's state
 
@@ -24,8 +25,8 @@ class EMA(Callback):
     ends the module has it. Files with weights only have the average; a checkpoint has both. Buffers are not
     averaged.
 
-    decay: of the average at an update. every: optimizer steps from one update to the next; the first is at
-        the first step.
+    decay: of the average at an update, in a resumed fit too, whatever its checkpoint had. every: optimizer
+        steps from one update to the next; the first is at the first step.
     """
 
     def __init__(self, decay: float = 0.999, every: int = 1) -> None:
@@ -34,6 +35,9 @@ class EMA(Callback):
         self.average: average.EMA | None = None
         self._step = 0
 
+    def on_train_start(self, trainer: Trainer, *_: Any) -> None:
+        self._step = trainer.global_step
+
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         if trainer.global_step == self._step or (trainer.global_step - 1) % self.every:
             return
@@ -41,6 +45,7 @@ class EMA(Callback):
         if self.average is None:
             self.average = average.EMA(engine_of(trainer), self.decay)
         else:
+            self.average.decay = self.decay
             self.average.update()
 
     def on_validation_epoch_start(self, trainer: Trainer, module: LightningModule) -> None:
@@ -50,7 +55,8 @@ class EMA(Callback):
         self.swap()
 
     def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
-        self.swap()
+        if self.average is not None:
+            self.average.adopt()
         self.average = None
 
     def swap(self) -> None:
@@ -59,12 +65,17 @@ class EMA(Callback):
             self.average.swap()
 
     def saved_in(self, path: Path, engine: Engine) -> dict[str, average.EMA]:
-        """What to restore from a checkpoint: its average, if it has one, which this goes on with."""
-        with closing(Checkpoint(find(path))) as found:
-            if not any(key.startswith(AVERAGE) for key in found.manifest.tensors):
-                return {}
+        """What to restore from a checkpoint: its average, if it has one, which this goes on with. Collective:
+        raises on every rank if one cannot read it."""
+        if not all(Together(engine._communicator, "the checkpoint")(lambda: _has_average(path))):
+            return {}
         self.average = average.EMA(engine, self.decay)
         return {KEY: self.average}
+
+
+def _has_average(path: Path) -> bool:
+    with closing(Checkpoint(find(path))) as found:
+        return any(key.startswith(AVERAGE) for key in found.manifest.tensors)
 
 
 def engine_of(trainer: Trainer) -> Engine:
