@@ -390,6 +390,35 @@ def test_activations_of_a_batch() -> None:
         zero.plan(model, torch.optim.AdamW(model.parameters()), ranks=2, batch={"tokens": batch})
 
 
+class Caching(nn.Module):
+    """Keeps tensors from one forward to the next in three ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.mask: torch.Tensor | None = None
+        self.seen: list[torch.Tensor] = []
+        self.tables: dict[str, dict[int, torch.Tensor]] = {"by length": {}}
+        self.itself = [self.__dict__]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.mask is None:
+            self.mask = torch.ones(4)
+            self.seen.append(x)
+            self.tables["by length"][len(x)] = self.last = torch.arange(4.0)
+        out: torch.Tensor = self.linear(x) * self.mask + self.last
+        return out
+
+
+def test_a_model_that_caches_tensors_is_as_it_was() -> None:
+    model = nn.Sequential(Caching())
+    zero.plan(model, torch.optim.AdamW(model.parameters()), ranks=2, batch=torch.ones(3, 4))
+    assert model[0].mask is None
+    assert (model[0].seen, model[0].tables) == ([], {"by length": {}})
+    assert not hasattr(model[0], "last")
+    assert type(model(torch.ones(3, 4))) is torch.Tensor
+
+
 SCRIPT = """
 import torch
 

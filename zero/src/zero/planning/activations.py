@@ -8,6 +8,7 @@ their gradients are not, which `peaks` counts as the engine keeps them.
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -54,7 +55,7 @@ def measure(
     list of arguments, or one tensor. Raises UsageError for a model that needs values to run.
     """
     tracker = _Tracker()
-    with ExitStack() as stack, FakeTensorMode(allow_non_fake_inputs=True):
+    with _unchanged(model), ExitStack() as stack, FakeTensorMode(allow_non_fake_inputs=True):
         arguments, keywords = _inputs(batch)
         values = {
             name: nn.Parameter(_fake(p, dtypes.get(name)), p.requires_grad)
@@ -107,7 +108,6 @@ class _Tracker(TorchDispatchMode):
         self._outputs = WeakIdKeyDictionary()
         self._alive = 0
         self._storages: dict[int, tuple[Any, int]] = {}
-        self._apart: set[int] = set()
 
     def __torch_dispatch__(
         self,
@@ -191,6 +191,47 @@ class _Tracker(TorchDispatchMode):
     def _come_to(self, name: str) -> None:
         self._units = [name]
         self._mark()
+
+
+@contextmanager
+def _unchanged(model: nn.Module) -> Iterator[None]:
+    """After the block, modules have the attributes of before it, and no fake tensors that a forward caches,
+    also in lists, sets and mappings among them."""
+    seen: set[int] = set()
+    before = [(vars(module), _contents(vars(module), seen)) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for attributes, contents in before:
+            _put_back(attributes, contents)
+
+
+def _contents(container: Any, seen: set[int]) -> Any:
+    """A copy, in which each value is beside its own contents; None for what is no container, or in `seen`."""
+    if type(container) not in (dict, OrderedDict, defaultdict, list, set) or id(container) in seen:
+        return None
+    seen.add(id(container))
+    if isinstance(container, dict):
+        return {key: (value, _contents(value, seen)) for key, value in container.items()}
+    if isinstance(container, list):
+        return [(value, _contents(value, seen)) for value in container]
+    return set(container)
+
+
+def _put_back(container: Any, contents: Any) -> None:
+    if contents is None:
+        return
+    container.clear()
+    if isinstance(contents, set):
+        container |= contents
+        return
+    pairs = contents.values() if isinstance(contents, dict) else contents
+    for value, inside in pairs:
+        _put_back(value, inside)
+    if isinstance(contents, dict):
+        container.update({key: value for key, (value, _) in contents.items()})
+    else:
+        container.extend(value for value, _ in contents)
 
 
 def _inputs(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
