@@ -59,9 +59,9 @@ def main() -> None:
         if engine.rank == 0:
             print(f"step {step + 1}: loss {loss.item():.4f}")
 
+    engine.save_pretrained(given.out / "adapter")  # on every rank; the base is not gathered
     state = {"step": given.steps}
     engine.save_checkpoint(checkpoints / f"step-{given.steps}", state, trainable_only=True, keep_last=1)
-    engine.save_pretrained(given.out / "adapter")  # on every rank; the base is not gathered
 
 
 main()
