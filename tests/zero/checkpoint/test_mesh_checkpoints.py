@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
+from tests.zero.helpers import saved as files
 from tests.zero.helpers.loops import train_on
 from tests.zero.helpers.meshes import WIDTH, MixtureModel, Stage, mesh_of, mixture, tokens
 from tests.zero.helpers.models import fresh, language_loss
+from tests.zero.helpers.told import raised
 from tests.zero.helpers.training import adamw
 from zero.consolidate import consolidate, open_source, verify
 from zero.files.reader import Checkpoint
@@ -185,6 +188,8 @@ def blocks_body(context: Context, folder: str) -> dict[str, bool]:
         engine = zero.initialize(model, adamw(model), config, mesh=mesh, data_dims="dp")
         if not saved:
             train_on(engine, model(tokens(0, engine.rank)).square().mean())
+            refused = raised(partial(engine.save_pretrained, Path(folder) / "weights"))
+            found["refused"] = refused.startswith("UsageError") and "`zero consolidate`" in refused
             engine.save_checkpoint(Path(folder) / "blocks")
         else:
             engine.load_checkpoint(Path(folder) / "blocks")
@@ -200,6 +205,9 @@ def blocks_body(context: Context, folder: str) -> dict[str, bool]:
 def test_blocks_of_distributed_parameters(cluster: Clusters, tmp_path: Path) -> None:
     for found in cluster(RANKS).run(blocks_body, folder=str(tmp_path), limit=60):
         assert all(found.values()), found
+    with open_source(tmp_path / "blocks") as source:  # as save_pretrained() says
+        consolidate(source, tmp_path / "weights")
+    assert files.read(tmp_path / "weights")["0.weight"].shape == (4, WIDTH)
     manifest = Checkpoint(tmp_path / "blocks").manifest
     (weight,) = (entry for entry in manifest.parameters if entry.name == "0.weight")
     assert weight.shape == (4, WIDTH)
