@@ -65,7 +65,7 @@ def check_same(ours: str, theirs: str) -> None:
 def saved(context: Context, folder: str) -> None:
     """Models of transformers: the names and values of its own files, which from_pretrained reads."""
     begin_job(context)
-    for make in (language_model, tied, experts):
+    for make in (tied, experts):
         model = make()
         engine = zero.initialize(model, config=zero.Config(stage=3, precision="bf16"))
         ours, theirs = f"{folder}/{make.__name__}", f"{folder}/{make.__name__}-theirs"

@@ -46,9 +46,12 @@ def same(found: State, wanted: State) -> bool:
 
 
 def written_body(context: Context, folder: str) -> None:
-    for stage, precision in ((3, "bf16"), (2, "fp32")):
+    for stage, precision, dtypes in (
+        (3, "bf16", (None, torch.float32, torch.bfloat16)),
+        (2, "fp32", (None, torch.bfloat16)),
+    ):
         engine = trained(context, stage=stage, precision=precision)
-        for dtype in (None, torch.float32, torch.bfloat16):
+        for dtype in dtypes:
             path = f"{folder}/{stage}-{dtype}"
             engine.save_pretrained(path, dtype=dtype, max_shard_size=SHARD)
             wanted = engine.state_dict(master=dtype is not None)
