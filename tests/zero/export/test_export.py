@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -146,6 +147,28 @@ def test_a_rank_that_fails_leaves_no_half_folder(cluster: Clusters, tmp_path: Pa
     assert first.startswith("CommunicationError")
     assert second.startswith("ModelError")
     assert not os.listdir(tmp_path)
+
+
+def leaving_body(context: Context, folder: str) -> float:
+    """When rank 1 has its last answer, and when rank 0, with which all answers may end, returns."""
+    engine = trained(context, stage=3)
+    communicator, heard = engine._full_parameters.communicator, []
+    answers = communicator.all_gather_object
+
+    def late(value: object) -> list[object]:
+        found = answers(value)
+        time.sleep(0.1 * context.rank)
+        heard.append(time.monotonic())
+        return found
+
+    communicator.all_gather_object = late  # type: ignore[method-assign]
+    engine.save_pretrained(f"{folder}/weights")
+    return heard[-1] if context.rank else time.monotonic()
+
+
+def test_rank_0_does_not_leave_before_others_have_their_answers(cluster: Clusters, tmp_path: Path) -> None:
+    first, second = cluster(2).run(leaving_body, folder=str(tmp_path))
+    assert second < first
 
 
 def test_what_cannot_be_saved_is_told(tmp_path: Path) -> None:

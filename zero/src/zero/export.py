@@ -141,6 +141,7 @@ def _publish(content: _Content, full: FullParameters, request: Request) -> None:
     with abandoning():
         content.gather()
     together(finish)
+    full.communicator.barrier("save_pretrained")  # rank 0 may end next, and with it the others' answers
 
 
 def _check_plain(model: nn.Module, full: FullParameters) -> None:
