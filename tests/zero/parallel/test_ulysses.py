@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention as imported_by_name
+from torch.utils.checkpoint import checkpoint
 
 import accelz
 import zero
@@ -154,3 +156,35 @@ def attention_body(context: Context) -> None:
 
 def test_attention_over_divided_sequences_is_that_of_whole_ones(cluster: Clusters) -> None:
     cluster(2).run(attention_body)
+
+
+def recomputed_body(context: Context) -> None:
+    """Gradients of attention that is repeated in the backward, which finds the function by either name."""
+    group, device = torch.distributed.group.WORLD, accelz.current().device
+    assert group is not None
+    torch.manual_seed(2)
+    whole = torch.randn(1, 2, LENGTH, 3, dtype=torch.double).to(device).requires_grad_()
+    expected = F.scaled_dot_product_attention(whole, whole, whole, is_causal=True).square().sum()
+    (gradient,) = torch.autograd.grad(expected, whole)
+
+    def by_module(x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+    def by_name(x: Tensor) -> Tensor:
+        return imported_by_name(x, x, x, is_causal=True)
+
+    for attend in (by_module, by_name):
+        for reentrant in (False, True):
+            mine = tokens.split(whole.detach(), group, 2).clone().requires_grad_()
+            with ulysses.Attention(group):
+                loss = checkpoint(attend, mine, use_reentrant=reentrant).square().sum()
+                if not reentrant:
+                    (found,) = torch.autograd.grad(loss, mine, retain_graph=True)
+                    torch.testing.assert_close(found, tokens.split(gradient, group, 2))
+                loss.backward()
+            torch.testing.assert_close(mine.grad, tokens.split(gradient, group, 2))
+            assert torch.overrides._len_torch_function_stack() == 0
+
+
+def test_recomputed_attention_is_divided_however_it_was_imported(cluster: Clusters) -> None:
+    cluster(2).run(recomputed_body)

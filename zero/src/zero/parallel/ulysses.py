@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from zero.parallel.tokens import TIMEOUT, untraced
 
 _attend = F.scaled_dot_product_attention
 _BACKWARDS = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+_RUN_GRAPH = "_engine_run_backward"  # what torch.autograd calls to run the graph
 
 
 def scaled_dot_product_attention(
@@ -104,19 +104,27 @@ class Attention(TorchFunctionMode):
                 "torch.nn.functional.scaled_dot_product_attention"
             )
         if func in _BACKWARDS:
-            with _recomputed_with(self._group):
+            with self._in_backward():
                 return func(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
+    @contextmanager
+    def _in_backward(self) -> Iterator[None]:
+        """Turns the mode on again where a backward, which is a torch function itself, runs the graph: layers
+        may repeat their forward there. The engine's threads have the modes of the thread that begins."""
+        functions = vars(torch.autograd)
+        run_graph = functions[_RUN_GRAPH]
 
-@contextmanager
-def _recomputed_with(group: ProcessGroup) -> Iterator[None]:
-    """Wraps a backward: it is a torch function itself, in which the mode is off, and may repeat forwards."""
-    F.scaled_dot_product_attention = partial(scaled_dot_product_attention, group=group)
-    try:
-        yield
-    finally:
-        F.scaled_dot_product_attention = _attend
+        def run(*args: Any, **kwargs: Any) -> Any:
+            functions[_RUN_GRAPH] = run_graph  # for backwards within this one, in which the mode is on
+            with self:
+                return run_graph(*args, **kwargs)
+
+        functions[_RUN_GRAPH] = run
+        try:
+            yield
+        finally:
+            functions[_RUN_GRAPH] = run_graph
 
 
 def set_attention(model: nn.Module, group: ProcessGroup) -> None:
