@@ -48,6 +48,14 @@ def body(context: Context) -> None:
         tokens.split(torch.ones(1, 5), group)
     with pytest.raises(zero.UsageError, match="give each sequence a row of its own"):
         tokens.split_batch({"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]])}, group)
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0]])  # padded on the left, and on the right
+    places = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 1)
+    inputs, _ = tokens.split_batch({"position_ids": places, "attention_mask": mask}, group)
+    assert torch.equal(inputs["position_ids"], tokens.split(places, group))
+    packed = torch.tensor([[0, 1, 2, 0, 1, 2]])
+    for mask in (torch.ones(1, 6), torch.tensor([[1, 1, 0, 1, 1, 1]])):
+        with pytest.raises(zero.UsageError, match="begin anew within a row"):
+            tokens.split_batch({"position_ids": packed, "attention_mask": mask}, group)
 
 
 def test_batches_and_losses_of_two_ranks_are_those_of_one(cluster: Clusters) -> None:

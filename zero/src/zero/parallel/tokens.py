@@ -41,9 +41,10 @@ def split_batch(batch: Mapping[str, Tensor], group: ProcessGroup) -> tuple[dict[
     also where another rank has that. The arguments have `position_ids`, which count from the beginning of the
     whole sequence; `attention_mask` stays whole, as `ulysses.set_attention` takes it.
 
-    Raises UsageError if sequences cannot be divided, or start anew within a row.
+    Raises UsageError if sequences cannot be divided, or start anew within a row; padding, where the mask of
+    (batch, S) is 0, may have any position.
     """
-    if "position_ids" in batch and not bool((batch["position_ids"].diff(dim=-1) == 1).all()):
+    if "position_ids" in batch and not _consecutive(batch["position_ids"], batch.get("attention_mask")):
         raise UsageError(
             "position_ids begin anew within a row, as packed sequences do, and attention over divided "
             "sequences does not tell them apart: give each sequence a row of its own"
@@ -58,6 +59,17 @@ def split_batch(batch: Mapping[str, Tensor], group: ProcessGroup) -> tuple[dict[
     if "attention_mask" in batch:
         found["attention_mask"] = batch["attention_mask"]
     return found, None if labels is None else split(F.pad(labels[:, 1:], (0, 1), value=IGNORED), group)
+
+
+def _consecutive(positions: Tensor, mask: Tensor | None) -> bool:
+    """Whether neighbours that are no padding are one apart, and none begins anew behind padding."""
+    follows = positions.diff(dim=-1) == 1
+    if mask is not None and mask.dim() == 2:
+        kept = mask.bool()
+        furthest = torch.where(kept, positions, -1).cummax(-1).values
+        after_padding = ~kept[:, :-1] & (positions[..., 1:] > furthest[..., :-1])
+        follows = follows | after_padding | ~kept[:, 1:]
+    return bool(follows.all())
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, group: ProcessGroup, ignore_index: int = IGNORED) -> Tensor:
