@@ -113,6 +113,8 @@ def observed_body(context: Context, path: str) -> dict[str, Any]:
         engine.load_checkpoint(path)
         with pytest.raises(zero.UsageError, match="grad_norm"):
             engine.log(grad_norm=1.0)
+        with pytest.raises(zero.UsageError, match=r"log\(seconds/data=...\): .* choose another name"):
+            engine.log(**{"seconds/data": 1.0})
     one_step(training, context, 5)  # afterwards
     resumed = resume(training, context, path)
     return {

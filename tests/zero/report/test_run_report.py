@@ -134,6 +134,18 @@ def test_names_and_values_of_any_kind_are_drawn(tmp_path: Path) -> None:
     assert text.count("</script>") == 2
 
 
+def test_kinds_of_which_a_part_was_logged_are_drawn_and_only_losses_have_a_best(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = [
+        {"step": n, "time": 0.0, "calls/api": 3.0, "val_accuracy": accuracy}
+        for n, accuracy in enumerate((0.5, 0.9, 0.7), start=1)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    text = run_page(read(path)).render()
+    assert "<dt>last val accuracy</dt><dd>0.7</dd>" in text
+    assert re.search(r"api</td>\s*<td[^>]*>3</td>", text)
+
+
 @pytest.mark.parametrize(
     ("texts", "told"),
     [

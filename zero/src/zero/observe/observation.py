@@ -30,6 +30,13 @@ PATIENCE = 10.0
 """Seconds that the device is waited for when an observation ends."""
 _OF_STEPS = ("forward", "backward")
 _TAKEN = {field.name for field in fields(Step)} | {"seconds", "tokens_per_second", "mfu", "step"}
+_KINDS = (
+    "seconds/",
+    "calls/",
+    "bytes/",
+    "rates/",
+    "moved/",
+)  # of Step.metrics; each rank's memory/ may be told
 _TIME_EVERY = 1.0  # seconds between steps whose transfers are timed
 _LATE = 32  # steps that may be untold, before those that the device has not passed are waited for
 
@@ -122,7 +129,7 @@ class Observation:
         Raises UsageError, on ranks without observers, too, for names that observers are told by themselves,
         and for values that are neither numbers nor tensors of one element.
         """
-        if taken := sorted(_TAKEN & values.keys()):
+        if taken := sorted(name for name in values if name in _TAKEN or name.startswith(_KINDS)):
             raise UsageError(f"log({taken[0]}=...): observers are told the engine's own; choose another name")
         for name, value in values.items():
             if not (value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, Real)):

@@ -107,7 +107,7 @@ def _traffic(records: Records) -> Iterator[Figure | Table]:
 
 
 def _collective(records: Records, name: str) -> tuple[str, ...]:
-    calls, nbytes = fmean(records.column(f"calls/{name}")), fmean(records.column(f"bytes/{name}"))
+    calls, nbytes = (fmean(records.column(f"{kind}/{name}") or [0.0]) for kind in ("calls", "bytes"))
     rates = records.column(f"rates/{name}")
     return name, f"{calls:.4g}", human(nbytes), f"{human(median(rates))}/s" if rates else ""
 
@@ -170,12 +170,8 @@ def _numbers(records: Records) -> dict[str, str]:
     tell("last loss", "loss", _last, "{:.4g}".format)
     for name in records.names():
         if name.startswith(("val", "eval")):
-            tell(
-                f"best {name.replace('_', ' ')}",
-                name,
-                min if name.endswith("loss") else _last,
-                "{:.4g}".format,
-            )
+            word, pick = ("best", min) if name.endswith("loss") else ("last", _last)
+            tell(f"{word} {name.replace('_', ' ')}", name, pick, "{:.4g}".format)
             break
     tell("tokens per second", "tokens_per_second", median, "{:,.0f}".format)
     tell("MFU", "mfu", median, "{:.1%}".format)
