@@ -27,7 +27,9 @@ writes this page from [reports](reports): each is the output of `accelz check NA
 def page(root: Path) -> str:
     """The text of the page."""
     paths = sorted((root / REPORTS).glob("*/*.json"))
-    return HEAD + "".join(_row(path.parent.name, json.loads(path.read_text())) for path in paths)
+    return HEAD + "".join(
+        _row(path.parent.name, json.loads(path.read_text(encoding="utf-8"))) for path in paths
+    )
 
 
 def _row(who: str, report: dict[str, Any]) -> str:
@@ -57,9 +59,9 @@ def _verdict(report: dict[str, Any]) -> str:
 def main(arguments: list[str]) -> int:
     text = page(ROOT)
     if "--write" in arguments:
-        (ROOT / PAGE).write_text(text)
+        (ROOT / PAGE).write_text(text, encoding="utf-8")
         return 0
-    if (ROOT / PAGE).read_text() == text:
+    if (ROOT / PAGE).read_text(encoding="utf-8") == text:
         print("device table: clean")
         return 0
     print(f"{PAGE} is not what {REPORTS} says: python -m scripts.device_table --write")

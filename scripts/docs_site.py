@@ -51,7 +51,7 @@ def on_files(files: Files, *, config: Any) -> Files:
     errors = error_index.index()
     made = {"errors/index.md": error_index.overview(errors)}
     made |= {f"errors/{name}.md": error_index.page(error) for name, error in errors.items()}
-    made |= {page: (ROOT / source).read_text() for source, page in OF_THE_ROOT.items()}
+    made |= {page: (ROOT / source).read_text(encoding="utf-8") for source, page in OF_THE_ROOT.items()}
     for name, text in made.items():
         files.append(File.generated(config, name, content=text))
     for target in sorted({t for page in files.documentation_pages() for t in _outside(page)}):
@@ -117,7 +117,7 @@ def _copy(config: Any, target: Path) -> File:
     elif target.suffix == ".ipynb":
         file = File.generated(config, _copied(target), content=_notebook(target))
     else:
-        fence = f"````{_LANGUAGES.get(target.suffix, 'text')}\n{target.read_text()}\n````"
+        fence = f"````{_LANGUAGES.get(target.suffix, 'text')}\n{target.read_text(encoding='utf-8')}\n````"
         file = File.generated(config, _copied(target), content=f"# {place}\n\n{fence}\n")
     file.inclusion = InclusionLevel.NOT_IN_NAV
     return file
@@ -126,7 +126,7 @@ def _copy(config: Any, target: Path) -> File:
 def _notebook(path: Path) -> str:
     """A notebook's cells and what they printed."""
     parts = []
-    for cell in json.loads(path.read_text())["cells"]:
+    for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
         source = "".join(cell["source"])
         parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
         printed = "".join("".join(output.get("text", [])) for output in cell.get("outputs", []))

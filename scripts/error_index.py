@@ -40,7 +40,7 @@ class Module:
     """One source file: its values and functions, by name, to look up the texts that they make."""
 
     def __init__(self, path: Path) -> None:
-        self.tree = ast.parse(path.read_text())
+        self.tree = ast.parse(path.read_text(encoding="utf-8"))
         self.values = {
             target.id: node.value
             for node in ast.walk(self.tree)
@@ -99,9 +99,9 @@ def index() -> dict[str, ErrorClass]:
     """Every public error class, by name."""
     classes: dict[str, ErrorClass] = {}
     for home, folder in SOURCES.items():
-        for name in _PUBLIC.findall((folder / "__init__.py").read_text()):
+        for name in _PUBLIC.findall((folder / "__init__.py").read_text(encoding="utf-8")):
             classes[name] = ErrorClass(name, home)
-    for name, when, cause, cure in _ROW.findall(EXPLAINED.read_text()):
+    for name, when, cause, cure in _ROW.findall(EXPLAINED.read_text(encoding="utf-8")):
         if name in classes:
             classes[name].advice.append((when.strip(), cause, cure))
     for home, folder in SOURCES.items():

@@ -311,12 +311,12 @@ def main() -> int:
     stale = []
     for name, draw in FIGURES.items():
         path, drawn = FOLDER / f"{name}.svg", draw().svg()
-        if path.exists() and path.read_text() == drawn:
+        if path.exists() and path.read_text(encoding="utf-8") == drawn:
             continue
         stale.append(name)
         if "--write" in sys.argv:
             FOLDER.mkdir(exist_ok=True)
-            path.write_text(drawn)
+            path.write_text(drawn, encoding="utf-8")
     if stale and "--write" not in sys.argv:
         print(f"figures that are no longer what is drawn: {', '.join(stale)}; run it with --write")
         return 1

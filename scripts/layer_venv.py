@@ -18,7 +18,7 @@ def main() -> int:
     away = os.path.relpath(below, sys.prefix)
     # addsitedir, not the bare path: it heeds the .pth files there, of editable packages
     line = f"import os, site, sys; site.addsitedir(os.path.normpath(os.path.join(sys.prefix, {away!r})))\n"
-    (own / "layered.pth").write_text(line)
+    (own / "layered.pth").write_text(line, encoding="utf-8")
     return 0
 
 

@@ -29,7 +29,7 @@ FORBIDDEN_IMPORTS = {
 
 
 def problems(path: Path, package: str) -> Iterator[str]:
-    tree = ast.parse(path.read_text())
+    tree = ast.parse(path.read_text(encoding="utf-8"))
     for node in ast.walk(tree):
         where = f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}"
         for name in _imports(node):

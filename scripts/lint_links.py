@@ -38,7 +38,7 @@ def project_files(root: Path = ROOT) -> list[str]:
 
 def problems(name: str, files: list[str], root: Path = ROOT) -> Iterator[str]:
     """What is wrong with a document, given by its path from the root."""
-    text = _CODE.sub("", (root / name).read_text())
+    text = _CODE.sub("", (root / name).read_text(encoding="utf-8"))
     for link in _LINK.findall(text):
         if "://" not in link and not link.startswith("mailto:"):
             yield from (f"{name}: {link}: {reason}" for reason in _broken(name, link, root))
@@ -59,7 +59,7 @@ def _broken(name: str, link: str, root: Path) -> Iterator[str]:
     target = (root / name).parent / place if place else root / name
     if not target.exists():
         yield "no such file"
-    elif anchor and target.suffix == ".md" and anchor not in headings(target.read_text()):
+    elif anchor and target.suffix == ".md" and anchor not in headings(target.read_text(encoding="utf-8")):
         yield "no such heading"
 
 

@@ -19,7 +19,7 @@ SUFFIXES = {".json", ".md", ".svg", ".txt"}
 
 def problems(path: Path) -> Iterator[str]:
     """What is wrong with a file. Of JSON, the texts are looked at, in which line breaks are no letters."""
-    text = path.read_text()
+    text = path.read_text(encoding="utf-8")
     lines = _texts(json.loads(text)) if path.suffix == ".json" else enumerate(text.splitlines(), 1)
     for where, line in lines:
         yield from (f"{relative(str(path))}:{where}: an absolute path, {found}" for found in absolute(line))

@@ -41,7 +41,7 @@ def modules(package: str) -> dict[str, Path]:
 def imported(path: Path, known: dict[str, Path]) -> set[str]:
     """The known modules that a file imports. A module imported by name from its package counts as itself."""
     found = set()
-    for node in _running(ast.parse(path.read_text())):
+    for node in _running(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -107,7 +107,7 @@ def heavy(graph: dict[str, set[str]], using_torch: set[str]) -> Iterator[str]:
 
 
 def uses_torch(path: Path) -> bool:
-    nodes = list(_running(ast.parse(path.read_text())))
+    nodes = list(_running(ast.parse(path.read_text(encoding="utf-8"))))
     names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
     names += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
     return any(name.split(".")[0] in ("torch", "accelz") for name in names)
@@ -141,7 +141,9 @@ def _room(name: str) -> str:
 
 def written_order(package: str) -> list[str]:
     """The rooms of a package in the order of its table: the names in backquotes in the first column."""
-    section = TABLE.read_text().split(f"\n## {package}\n")[1].split("\n## ")[0].split("\n### ")[0]
+    section = (
+        TABLE.read_text(encoding="utf-8").split(f"\n## {package}\n")[1].split("\n## ")[0].split("\n### ")[0]
+    )
     cells = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
     return [name.rstrip("/") for cell in cells for name in re.findall(r"`([a-z_]+/?)`", cell)]
 
@@ -157,7 +159,7 @@ def main() -> int:
             found += converting(graph)
             found += heavy(graph, {name for name, path in known.items() if uses_torch(path)})
         for name, path in known.items():
-            listed = listed_modules(ast.get_docstring(ast.parse(path.read_text())) or "")
+            listed = listed_modules(ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "")
             found += disordered(name, listed, graph) if listed else []
     print("\n".join(found) or "room lint: clean")
     return 1 if found else 0

@@ -18,7 +18,7 @@ EXEMPT = {"accelz/src/accelz/ranks/bounded_store.py", "accelz/src/accelz/conform
 
 
 def problems(path: Path, name: str) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         for used in _names(node):
             if used in STORES:
                 yield f"{name}:{getattr(node, 'lineno', 0)}: {used} has no limit; go through bounded_store"

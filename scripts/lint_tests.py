@@ -34,7 +34,7 @@ def strangers(tests: Path, rooms: set[str]) -> Iterator[str]:
 
 def borrowed(path: Path) -> Iterator[str]:
     """What a file imports from tests."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("tests."):
             names = (f"{node.module}.{alias.name}" for alias in node.names)
             tests = {t[0] for name in names if (t := re.match(r"tests\.(\w+\.)*?test_\w+", name))}
@@ -70,7 +70,7 @@ def left_behind(path: Path, shipped: list[str]) -> Iterator[str]:
 
 
 def too_long(path: Path) -> Iterator[str]:
-    lines = len(path.read_text().splitlines())
+    lines = len(path.read_text(encoding="utf-8").splitlines())
     if lines > MOST_LINES:
         yield f"{path.name} has {lines} lines; the most is {MOST_LINES}"
 

@@ -19,7 +19,7 @@ TIERS = {"ON_DEVICE", "ON_HOST", "ON_DISK"}
 
 
 def problems(path: Path, name: str) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Compare):
             found = [tier for operand in _compared(node) if (tier := _tier(operand))]
             yield from (f"{name}:{node.lineno}: asks whether a tier is {tier}" for tier in found)

@@ -24,14 +24,14 @@ def packages(root: Path) -> list[Path]:
 
 def wanted(root: Path) -> dict[re.Pattern[str], str]:
     """What each pattern has to find: the version, and the range up to the next minor one."""
-    version = (root / SOURCE).read_text().strip()
+    version = (root / SOURCE).read_text(encoding="utf-8").strip()
     major, minor = version.split(".")[:2]
     return {OWN: version, TAKEN: f">={major}.{minor},<{major}.{int(minor) + 1}"}
 
 
 def problems(root: Path) -> Iterator[str]:
     for path in packages(root):
-        text, name = path.read_text(), path.relative_to(root)
+        text, name = path.read_text(encoding="utf-8"), path.relative_to(root)
         if not OWN.search(text):
             yield f"{name}: has no version"
         for pattern, value in wanted(root).items():
@@ -41,10 +41,10 @@ def problems(root: Path) -> Iterator[str]:
 
 def write(root: Path) -> None:
     for path in packages(root):
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
         for pattern, value in wanted(root).items():
             text = pattern.sub(lambda match: match[0].replace(match["value"], value), text)  # noqa: B023
-        path.write_text(text)
+        path.write_text(text, encoding="utf-8")
 
 
 def main() -> int:

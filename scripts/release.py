@@ -93,7 +93,7 @@ def tagged(wheel: Path) -> Path:
 
 def build(package: str, url: str, out: Path) -> tuple[Path, Path]:
     """The package's wheel and source archive, in `out`; their files have the commit's time."""
-    version = (ROOT / "VERSION").read_text().strip()
+    version = (ROOT / "VERSION").read_text(encoding="utf-8").strip()
     blob = f"{url}/blob/v{version}"
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
@@ -104,7 +104,7 @@ def build(package: str, url: str, out: Path) -> tuple[Path, Path]:
         for name, change in (("pyproject.toml", with_urls), ("README.md", absolute_links)):
             path = sources / name
             of = (url, blob) if change is with_urls else (package, blob)
-            path.write_text(change(path.read_text(), *of))
+            path.write_text(change(path.read_text(encoding="utf-8"), *of), encoding="utf-8")
         archive = _made(sources, "sdist", out)
         wheel = tagged(_made(sources, "wheel", Path(folder)))
         return Path(shutil.move(wheel, out / wheel.name)), archive
@@ -112,7 +112,9 @@ def build(package: str, url: str, out: Path) -> tuple[Path, Path]:
 
 def _made(sources: Path, kind: str, out: Path) -> Path:
     """A wheel or an sdist, by the package's own build backend, in a process of its own."""
-    backend = tomllib.loads((sources / "pyproject.toml").read_text())["build-system"]["build-backend"]
+    backend = tomllib.loads((sources / "pyproject.toml").read_text(encoding="utf-8"))["build-system"][
+        "build-backend"
+    ]
     call = f"import {backend} as backend; print(backend.build_{kind}({str(out.resolve())!r}))"
     command, variables = [sys.executable, "-c", call], _environment(sources)
     done = subprocess.run(command, check=False, cwd=sources, env=variables, capture_output=True, text=True)

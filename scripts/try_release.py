@@ -65,7 +65,9 @@ def use(programs: Path, tests: bool) -> None:
         place = Path(folder)
         run(programs / "accelz", "list", cwd=place)
         run(programs / "zero", "--help", cwd=place)
-        (place / "readme.py").write_text("\n".join(_BLOCK.findall((ROOT / "README.md").read_text())))
+        (place / "readme.py").write_text(
+            "\n".join(_BLOCK.findall((ROOT / "README.md").read_text(encoding="utf-8")))
+        )
         run(programs / "python", place / "readme.py", cwd=place)
         launch = (programs / "torchrun", "--standalone", "--nproc-per-node", "2")
         run(*launch, ROOT / "examples/train_lm.py", "--steps", "20", "--out", place / "lm", cwd=place)

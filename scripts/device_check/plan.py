@@ -50,15 +50,17 @@ class Plan:
         limit = max(0.0, min(limit, self.deadline - time.monotonic()))
         command = [*under, sys.executable, *arguments]
         output = self.scratch / f"{name}.out"
-        with (self.out / LOG).open("a") as log, output.open("w") as out:
+        with (self.out / LOG).open("a", encoding="utf-8") as log, output.open("w", encoding="utf-8") as out:
             print(f"\n==== {name}: python {' '.join(arguments)}", file=log, flush=True)
             try:
                 code = _finish(subprocess.Popen(
                     command, env=self.environment, stdout=out, stderr=log, start_new_session=True
                 ), limit)  # fmt: skip
             finally:
-                log.write(output.read_text(errors="replace"))
-        return subprocess.CompletedProcess(command, code, output.read_text(errors="replace"))
+                log.write(output.read_text(encoding="utf-8", errors="replace"))
+        return subprocess.CompletedProcess(
+            command, code, output.read_text(encoding="utf-8", errors="replace")
+        )
 
 
 def _finish(process: subprocess.Popen[bytes], limit: float) -> int:

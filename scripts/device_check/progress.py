@@ -50,7 +50,7 @@ class _Writer:
         self._write(event="result", test=report.nodeid, outcome=report.outcome, detail=text[-KEPT:])
 
     def _write(self, **event: str) -> None:
-        with self._path.open("a") as file:
+        with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(event) + "\n")
 
 
@@ -73,7 +73,7 @@ class Progress:
 
 def read(path: Path) -> Progress:
     """Read what has been written so far; nothing if there is no file."""
-    events = [_event(line) for line in path.read_text().splitlines()] if path.exists() else []
+    events = [_event(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
     results: dict[str, dict[str, Any]] = {}
     running: dict[str, None] = {}
     summary = None

@@ -41,13 +41,13 @@ def context(device: str, hardware: str, host_library: str) -> dict[str, Any]:
 def write(folder: Path, about: dict[str, Any], outcomes: Sequence[Outcome]) -> None:
     """Write both files with the outcomes so far. If a table cannot be made, no result is lost."""
     plain = all_relative({**about, "steps": [o.plain() for o in outcomes]})
-    (folder / f"{NAME}.json").write_text(json.dumps(plain, indent=1, default=str) + "\n")
+    (folder / f"{NAME}.json").write_text(json.dumps(plain, indent=1, default=str) + "\n", encoding="utf-8")
     try:
         text = as_markdown(about, outcomes)
     except Exception:
         text = f"# Device check\n\nThe tables could not be made; `{NAME}.json` has all results.\n\n"
         text += f"```\n{traceback.format_exc()}```\n"
-    (folder / f"{NAME}.md").write_text(relative(text))
+    (folder / f"{NAME}.md").write_text(relative(text), encoding="utf-8")
 
 
 def join(files: Sequence[Path]) -> tuple[dict[str, Any], list[Outcome]]:
@@ -56,7 +56,7 @@ def join(files: Sequence[Path]) -> tuple[dict[str, Any], list[Outcome]]:
     If files have the same part of a step, the later file's counts. Raises JoinError if device or versions
     differ.
     """
-    runs = [json.loads(file.read_text()) for file in files]
+    runs = [json.loads(file.read_text(encoding="utf-8")) for file in files]
     outcomes: dict[tuple[str, str], Outcome] = {}
     for file, run in zip(files, runs, strict=True):
         for key in ("backend", "hardware", "versions"):

@@ -105,7 +105,7 @@ def bandwidth(plan: Plan) -> Outcome:
     done = plan.run("bandwidth", 240, "-m", "benchmarks", "bandwidth", *arguments, "--json", str(target))
     if done.returncode or not target.exists():
         return Outcome("bandwidth", False, f"failed; see {LOG}")
-    rows = json.loads(target.read_text())["results"][0]["rows"]
+    rows = json.loads(target.read_text(encoding="utf-8"))["results"][0]["rows"]
     misses = [] if plan.quick else below_target(rows)
     copy = next(r for r in rows if r["kernel"] == "copy")
     summary = f"a copy moves {copy['bytes_per_second'] / 1e9:.0f} GB/s"
@@ -132,7 +132,10 @@ def bits(plan: Plan) -> Outcome:
         done = plan.run(f"bits-{ranks}", LONGEST, "-m", "benchmarks", "bits", *arguments)
         failed |= done.returncode != 0
         if report.exists():
-            rows += [{"ranks": ranks, **r} for r in json.loads(report.read_text())["results"][0]["rows"]]
+            rows += [
+                {"ranks": ranks, **r}
+                for r in json.loads(report.read_text(encoding="utf-8"))["results"][0]["rows"]
+            ]
     wrong = [f"{row['variant']} ({row['mode']}, {row['ranks']} ranks)" for row in rows if not row["right"]]
     told = f"OTHER BITS: {', '.join(wrong)}" if wrong else f"failed; see {LOG}" if failed else "all alike"
     return Outcome("bits", not failed, f"{len(rows)} ways of training, twice; {told}", detail={"bits": rows})
@@ -286,7 +289,7 @@ def _compare(
     done = plan.run(name, LONGEST, "-m", "benchmarks", part, *arguments)
     if done.returncode or not report.exists():
         return Outcome(name, False, f"failed; see {LOG}")
-    result = json.loads(report.read_text())["results"][0]
+    result = json.loads(report.read_text(encoding="utf-8"))["results"][0]
     misses = [
         f"{row['peer']}: {ratio} = {row[ratio]:.3f}, target {target}"
         for row in result["rows"]

@@ -27,7 +27,10 @@ def assemble(site: Path, wheels: Path | None) -> dict[str, str]:
     """
     site.mkdir(parents=True, exist_ok=True)
     present = [name for name in PACKAGES if (ROOT / name / "pyproject.toml").exists()]
-    projects = [tomllib.loads((ROOT / name / "pyproject.toml").read_text())["project"] for name in present]
+    projects = [
+        tomllib.loads((ROOT / name / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+        for name in present
+    ]
     ours = {project["name"].replace("-", "_") for project in projects}
     for wheel in sorted(wheels.glob("*.whl")) if wheels else []:
         if wheel.name.split("-")[0].lower() in ours:
@@ -47,8 +50,8 @@ def _write_metadata(site: Path, project: dict[str, Any]) -> None:
     info = site / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
     info.mkdir(parents=True, exist_ok=True)
     head = f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n"
-    (info / "METADATA").write_text(head)
+    (info / "METADATA").write_text(head, encoding="utf-8")
     lines: list[str] = []
     for group, entries in project.get("entry-points", {}).items():
         lines += [f"[{group}]", *(f"{name} = {target}" for name, target in entries.items())]
-    (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
+    (info / "entry_points.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")

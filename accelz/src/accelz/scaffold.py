@@ -124,7 +124,9 @@ def _fill(target: Path, package: Package) -> None:
         path = target.joinpath(*(package.module if part == "package" else part for part in relative.parts))
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.suffix == SUFFIX:
-            path.with_suffix("").write_text(_rendered(source.read_text(), values))
+            path.with_suffix("").write_text(
+                _rendered(source.read_text(encoding="utf-8"), values), encoding="utf-8"
+            )
         else:
             shutil.copyfile(source, path)
 

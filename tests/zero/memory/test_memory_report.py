@@ -361,7 +361,10 @@ def history_body(context: Context, path: str) -> list[str]:
     engine.backward(loss)
     engine.step()
     assert asked == []
-    traced(engine, context).save(Path(path, "memory.html"))
+    report = traced(engine, context)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("io.text_encoding", lambda given, *_: given or "ascii")  # as LC_ALL=C may have it
+        report.save(Path(path, "memory.html"))
     one_step(engine, 2)
     engine.trace_memory()
     engine.backward(engine(torch.ones(BATCH, WIDTH, device=engine.device)).float().mean())
@@ -373,4 +376,6 @@ def test_torchs_history_of_allocations_is_written_beside_the_page(cluster: Clust
     (asked,) = cluster(1).run(history_body, path=str(tmp_path))
     assert asked == ["record all", "snapshot", "record None", "record all", "record None"]
     assert pickle.loads((tmp_path / "memory.pickle").read_bytes()) == {"segments": []}
-    assert list(pages.figures((tmp_path / "memory.html").read_text())) == ["Memory inside a step"]
+    assert list(pages.figures((tmp_path / "memory.html").read_text(encoding="utf-8"))) == [
+        "Memory inside a step"
+    ]

@@ -26,12 +26,16 @@ from zero.report.run_report import run_page
 pytestmark = pytest.mark.host
 
 
-def test_a_run_becomes_a_page_that_needs_nothing_else(tmp_path: Path) -> None:
-    written(tmp_path)
-    result = zero_command("report", tmp_path)
+def test_a_run_becomes_a_page_that_needs_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr("io.text_encoding", lambda given, *_: given or "ascii")  # as LC_ALL=C may have it
+        written(tmp_path)
+        result = zero_command("report", tmp_path)
     assert result.exit_code == 0, result.output
     assert result.stdout.strip() == str(tmp_path / "report.html")
-    text = (tmp_path / "report.html").read_text()
+    text = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert list(figures(text)) == [
         "Loss",
         "Gradient norm, before clipping",

@@ -338,7 +338,7 @@ def report(
 
     records = read(run)
     page = output or records.path.with_name("report.html")
-    page.write_text(run_page(records).render())
+    page.write_text(run_page(records).render(), encoding="utf-8")
     print(page)
 
 

@@ -355,8 +355,9 @@ def _describe(model: Any, folder: Path, request: Request) -> None:
     model.save_pretrained(folder, state_dict={})  # writes no file of weights
     if request.dtype is not None:
         path = folder / "config.json"
-        config = json.loads(path.read_text()) | {"dtype": str(request.dtype).removeprefix("torch.")}
-        path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+        config = json.loads(path.read_text(encoding="utf-8"))
+        config["dtype"] = str(request.dtype).removeprefix("torch.")
+        path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _names(model: nn.Module, attribute: str) -> set[str]:

@@ -211,7 +211,7 @@ def read(source: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
     if isinstance(source, Mapping):
         return source
     try:
-        given = json.loads(as_path(source).read_text())
+        given = json.loads(as_path(source).read_text(encoding="utf-8"))
     except (OSError, TypeError, ValueError, RecursionError) as error:
         raise ConfigError(f"{source} is not a DeepSpeed configuration: {error}") from error
     if not isinstance(given, dict):

@@ -44,7 +44,7 @@ def config_of(source: Mapping[str, Any] | str | Path, args: Any, ranks: int) -> 
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        given = json.loads(path.read_text())
+        given = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} is not a DeepSpeed configuration: {error}") from error
     if not isinstance(given, dict):

@@ -119,7 +119,7 @@ class MemoryReport:
         """Write the page, such as memory.html, and beside it memory.pickle, torch's memory snapshot for
         https://pytorch.org/memory_viz, on devices of which torch keeps one. Raises what `to_html` does."""
         page = as_path(path)
-        page.write_text(self.to_html())
+        page.write_text(self.to_html(), encoding="utf-8")
         if self.snapshot is not None:
             page.with_suffix(".pickle").write_bytes(pickle.dumps(self.snapshot))
 

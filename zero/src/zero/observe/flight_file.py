@@ -65,7 +65,7 @@ class Flight:
         """Write or replace the rank's file in one step."""
         path = path_of(folder, self.rank)
         new = path.with_suffix(".new")
-        new.write_text(json.dumps(asdict(self), indent=1))
+        new.write_text(json.dumps(asdict(self), indent=1), encoding="utf-8")
         os.replace(new, path)
         return path
 
@@ -88,7 +88,7 @@ def read(folder: Path) -> list[Flight]:
 
 def _read(path: Path) -> Flight:
     try:
-        fields: dict[str, Any] = json.loads(path.read_text())
+        fields: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         lines = tuple(
             Issuing(
                 each["key"], tuple(each["alike"]), tuple(Collective(**one) for one in each["collectives"])

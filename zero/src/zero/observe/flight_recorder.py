@@ -115,7 +115,7 @@ class FlightRecorder:
                 yield replace(found, collectives=found.collectives[-KEPT:])
 
     def _ask_others(self) -> None:
-        self._ask.write_text(f"{self.rank}\n")
+        self._ask.write_text(f"{self.rank}\n", encoding="utf-8")
 
     def _asked(self) -> int:
         """When a rank last asked, as the file system counts; 0 for never."""

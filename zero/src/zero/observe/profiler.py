@@ -46,7 +46,7 @@ class Profiler(Observer):
         self.summary = _summary(self._profile, self._begun)
         self._folder.mkdir(parents=True, exist_ok=True)
         self._profile.export_chrome_trace(str(self._folder / TRACE))
-        (self._folder / PAGE).write_text(str(self.summary))
+        (self._folder / PAGE).write_text(str(self.summary), encoding="utf-8")
         self._profile, self.over = None, True
 
 

@@ -196,7 +196,7 @@ def settings(file: Path | None, changes: Mapping[str, Any], ranks: int) -> Confi
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        given = json.loads(file.read_text())
+        given = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{file} cannot be read as JSON: {error}") from error
     if not isinstance(given, dict):

@@ -88,7 +88,7 @@ def read(path: Path) -> Records:
 
 def _lines(path: Path) -> Iterator[Row]:
     """The last line may be incomplete, in a run that goes on."""
-    texts = path.read_text(errors="replace").splitlines()
+    texts = path.read_text(encoding="utf-8", errors="replace").splitlines()
     for number, text in enumerate(texts, start=1):
         try:
             line = json.loads(text)

@@ -56,15 +56,16 @@ class JsonLines(Observer):
             self._write({"event": "begin", "step": step - 1, "time": time.time(), **run}, step)
         finite = {k: None if isinstance(v, float) and not isfinite(v) else v for k, v in line.items()}
         if self._file is None:
-            self._file = self._path.open("a", buffering=1)  # a line is there as soon as it is written
+            # A line is there as soon as it is written.
+            self._file = self._path.open("a", buffering=1, encoding="utf-8")
         self._file.write(json.dumps(finite) + "\n")
 
     def _drop_from(self, step: int) -> None:
         self.close()
         if self._path.exists():
-            lines = self._path.read_text(errors="replace").split("\n")
+            lines = self._path.read_text(encoding="utf-8", errors="replace").split("\n")
             new = self._path.with_name(f"{self._path.name}.new")
-            new.write_text("".join(f"{line}\n" for line in lines if _step(line) < step))
+            new.write_text("".join(f"{line}\n" for line in lines if _step(line) < step), encoding="utf-8")
             os.replace(new, self._path)
 
 
