@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-import zero
+import zero.observe
 
 ROOT = Path(__file__).resolve().parents[2]
 SITE = ROOT / "build" / "site"
@@ -64,7 +64,7 @@ def test_errors_have_pages(name: str) -> None:
 
 def test_the_reference_has_signatures_and_docstrings() -> None:
     reference = "".join(page.read_text() for page in (SITE / "api").glob("*.html"))
-    for name in zero.__all__:
+    for name in (*zero.__all__, *zero.observe.__all__):
         assert name.endswith("Error") or re.search(rf'id="zero\.[\w.]+\.{name}"', reference), name
     for name in ("save_checkpoint", "clip_grad_norm_", "memory_report", "offload_states"):
         assert f'id="zero.engine.Engine.{name}"' in (SITE / "api/engine.html").read_text()

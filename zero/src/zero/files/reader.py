@@ -12,6 +12,7 @@ import os
 from bisect import bisect_right
 from contextlib import AbstractContextManager, closing
 from pathlib import Path
+from threading import Lock
 from zlib import crc32
 
 from zero.errors import CheckpointError, CorruptCheckpointError, StateError, some
@@ -98,7 +99,8 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         self.path = path
         self._storage = storage
         self._direct = direct
-        self._read: list[int] = []  # sizes; threads may append at once
+        self._bytes_read = 0
+        self._counting = Lock()
         self._files: dict[int, tuple[File, bytes]] = {}  # each with the checksums of its blocks
         try:
             data = read_whole(storage, path / MANIFEST, LARGEST_MANIFEST)
@@ -123,7 +125,11 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
     @property
     def bytes_read(self) -> int:
         """Bytes of tensors that were read so far."""
-        return sum(self._read)
+        return self._bytes_read
+
+    def _count(self, nbytes: int) -> None:
+        with self._counting:
+            self._bytes_read += nbytes
 
     def tensor(self, key: str) -> TensorEntry | WholeTensor:
         """Shape, dtype and place of a tensor. Raises StateError for an unknown key."""
@@ -138,7 +144,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         Only the blocks that hold these elements are read, and each of them is checked. A tensor that is
         stored in blocks is read with `boxes.read_region`.
         """
-        self._read.append(into.nbytes)
+        self._count(into.nbytes)
         tensor = self._stored(key)
         item = tensor.item_bytes
         stop = start + into.nbytes // item
@@ -168,7 +174,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         if begin % block or end > size or (end % block and end != size):
             self.read(key, start, pages[:nbytes])
             return pages[:nbytes]
-        self._read.append(nbytes)
+        self._count(nbytes)
         file, _ = self._file(piece.file)
         with typed(file.path):
             values = file.read_around(piece.offset + begin, nbytes, pages)

@@ -117,7 +117,8 @@ class MemoryReport:
 
     def save(self, path: str | Path) -> None:
         """Write the page, such as memory.html, and beside it memory.pickle, torch's memory snapshot for
-        https://pytorch.org/memory_viz, on devices of which torch keeps one. Raises what `to_html` does."""
+        https://pytorch.org/memory_viz, on devices of which torch keeps one. Ranks that save give names of
+        their own. Raises what `to_html` does."""
         page = as_path(path)
         page.write_text(self.to_html(), encoding="utf-8")
         if self.snapshot is not None:
