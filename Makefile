@@ -60,9 +60,11 @@ quick: setup  ## what to run at every change, in less than a minute: what one pr
 frameworks: setup $(FRAMEWORKS_STAMP) browser  ## zero.integrations with the real frameworks, which .venv does without
 	$(FRAMEWORKS)/bin/python -m pytest $(PYTEST_OPTIONS) tests/frameworks $(ARGS)
 
+# Without one, and without root and apt to install it, those tests are skipped.
 browser:  # in which the tests look at reports
 	@$(foreach name,$(BROWSERS),command -v $(name) >/dev/null ||) \
-	(apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core >/dev/null)
+	(apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core) >/dev/null 2>&1 || \
+	echo "no browser of $(BROWSERS) is here, and apt-get cannot install one: reports are not looked at"
 
 # Layered over .venv: a .pth file there adds what .venv has, torch and our packages among it.
 $(FRAMEWORKS_STAMP): $(STAMP) constraints-frameworks.txt scripts/layer_venv.py
