@@ -46,12 +46,12 @@ def _environment() -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
 
 
-def install(folder: Path, wheels: list[Path], tests: bool) -> Path:
+def install(folder: Path, wheels: list[Path]) -> Path:
     """An empty environment with the wheels. Returns its folder of programs."""
     run(sys.executable, "-m", "venv", folder)
     programs, constraints = folder / "bin", ("-c", ROOT / "constraints.txt")
     pip = (programs / "python", "-m", "pip", "install", "--quiet")
-    run(*pip, *constraints, *needs(wheels), *(TOOLS if tests else ()))
+    run(*pip, *constraints, *needs(wheels))
     run(
         *pip, "--no-index", "--find-links", wheels[0].parent, "accelz-zero"
     )  # which brings accelz and accelz-cpu
@@ -72,22 +72,23 @@ def use(programs: Path, tests: bool) -> None:
         launch = (programs / "torchrun", "--standalone", "--nproc-per-node", "2")
         run(*launch, ROOT / "examples/train_lm.py", "--steps", "20", "--out", place / "lm", cwd=place)
     if tests:
+        run(programs / "python", "-m", "pip", "install", "--quiet", "-c", ROOT / "constraints.txt", *TOOLS)
         run(programs / "python", "-m", "pytest", "-n", "2", "--dist", "loadfile", "--quick")
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("dist", type=Path)
     parser.add_argument("--no-tests", action="store_true", help="leave out the short tests")
-    given = parser.parse_args()
+    given = parser.parse_args(arguments)
     wheels = sorted(given.dist.resolve().glob("*.whl"))
     archives = [*wheels, *given.dist.resolve().glob("*.tar.gz")]
     run(sys.executable, "-m", "twine", "check", "--strict", *archives)
     with tempfile.TemporaryDirectory() as folder:
-        programs = install(Path(folder, "environment"), wheels, not given.no_tests)
+        programs = install(Path(folder, "environment"), wheels)
         sbom = given.dist.resolve() / "sbom.cdx.json"
         cyclonedx = (sys.executable, "-m", "cyclonedx_py", "environment", "--output-reproducible")
-        run(*cyclonedx, "--output-file", sbom, programs / "python")
+        run(*cyclonedx, "--output-file", sbom, programs / "python")  # before the tests' tools are there
         use(programs, not given.no_tests)
     print("the release can be installed and used")
 

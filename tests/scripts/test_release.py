@@ -140,3 +140,17 @@ def test_zero_brings_the_tests_of_its_engine(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == "zero on cpu passes: 2 passed, 0 skipped"
+
+
+def test_the_list_of_parts_is_made_before_tools_of_tests_are_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with zipfile.ZipFile(tmp_path / "accelz-1-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("accelz-1.dist-info/METADATA", "Name: accelz\nRequires-Dist: psutil>=5\n")
+    ran: list[tuple[str, ...]] = []
+    monkeypatch.setattr(try_release, "run", lambda *command, cwd=ROOT: ran.append((*map(str, command),)))
+    try_release.main([str(tmp_path)])
+    words = ("psutil>=5", "cyclonedx_py", "pytest-timeout")
+    order = [next(n for n, command in enumerate(ran) if word in command) for word in words]
+    assert order == sorted(order)
+    assert len({*order}) == 3
