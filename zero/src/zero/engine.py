@@ -371,7 +371,8 @@ class Engine:
         return as_distributed(group.parameters[index], value)
 
     def full_gradient(self, name: str) -> Tensor | None:
-        """Return the whole gradient of parameter `name`, fp32: averaged and unscaled, before clipping.
+        """Return the whole gradient of parameter `name`, fp32: averaged and unscaled, before `clip_norm`,
+        times what the program has multiplied it by.
 
         Call it between backward() and step(). None if no rank has a gradient.
         """
@@ -386,11 +387,8 @@ class Engine:
         have = next((g for g in self._reducer.all if g.group is group), None)
         if have is None or not have.slice.present or index not in have.used:
             return None
-        with group.room_for_whole(torch.float32):
-            value = self._full_parameters.parameter(name, self._reducer.summed(have))
-            factor = self._factor.mean()
-            value = value if factor is None else value.mul_(factor)
-            return as_distributed(group.parameters[index], value)
+        parameter = group.parameters[index]
+        return as_distributed(parameter, self._held_gradients.full(parameter))
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clip the gradients of this step to an L2 norm of at most `max_norm`; return the norm before, 0-dim.
@@ -424,7 +422,7 @@ class Engine:
         self._integrity.check_complete()
         self._check_boundary("parameter_statistics")
         full = self._full_parameters
-        return measure(self._reducer, self._factor, full.communicator, full.device)
+        return measure(self._reducer, self._held_gradients.factors_of, full.communicator, full.device)
 
     def full_optimizer_state(self, name: str) -> dict[str, Tensor]:
         """Return the whole optimizer state of `name` (for Adam: step, exp_avg, exp_avg_sq), in its dtypes.

@@ -120,11 +120,14 @@ class HeldGradients:
         with gradients.group.room_for_whole(torch.float32):
             name = gradients.group.names[index]
             value = self._full_parameters.parameter(name, self._reducer.summed(gradients))
-            factors = [self._factor.mean(), *self._multipliers.get(parameter, ())]
-            for factor in factors:
-                if factor is not None:
-                    value.mul_(_on(factor, value))
+            for factor in self.factors_of(parameter):
+                value.mul_(_on(factor, value))
         return value
+
+    def factors_of(self, parameter: nn.Parameter) -> tuple[Multiplier, ...]:
+        """What one gradient is, as a multiple of the sum over ranks."""
+        mean = self._factor.mean()
+        return (*(() if mean is None else (mean,)), *self._multipliers.get(parameter, ()))
 
     def put(self, parameter: nn.Parameter, whole: Tensor) -> None:
         """Replace one gradient."""

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zero.communication.communicator import Communicator
-from zero.gradients.factor import GradientFactor
 from zero.gradients.reducer import GradientReducer
 from zero.sharding.flat_group import FlatGroup
+from zero.sharding.stand_in import Multiplier
 from zero.tiers.values import Values
 
 LOWEST, HIGHEST = -40, 24
@@ -27,8 +28,8 @@ CHUNK = 1 << 22
 
 @dataclass(frozen=True)
 class ParameterStatistics:
-    """Of one parameter; all on the device, fp32. gradient_...: averaged and unscaled, before clipping; None
-    for a parameter that no rank has used.
+    """Of one parameter; all on the device, fp32. gradient_...: averaged and unscaled, before `clip_norm`;
+    None for a parameter that no rank has used.
 
     norm: L2, 0-dim. histogram: how many values have a magnitude in each bucket, (len(EDGES) - 1,); NaN ones
     are in none.
@@ -42,20 +43,26 @@ class ParameterStatistics:
 
 @torch.no_grad()
 def measure(
-    reducer: GradientReducer, factor: GradientFactor, communicator: Communicator, device: torch.device
+    reducer: GradientReducer,
+    factors_of: Callable[[nn.Parameter], Sequence[Multiplier]],
+    communicator: Communicator,
+    device: torch.device,
 ) -> dict[str, ParameterStatistics]:
-    """The statistics of all trained parameters, by name. Collective, once."""
+    """The statistics of all trained parameters, by name. Collective, once.
+
+    factors_of: what the sum of a parameter's gradients is multiplied by.
+    """
     names = [name for gradients in reducer.all for name in gradients.group.names]
     both = torch.zeros(2, len(names), 1 + BUCKETS, dtype=torch.float32, device=device)
     reduces = any(have.times < communicator.alike.size for have in reducer.all)
-    mean, first = factor.mean(), 0
+    first = 0
     with communicator.postponing_disk_errors():
         for have in reducer.all:
             window = slice(first, first := first + len(have.group.names))
             share = 1 / have.times if reduces else 1.0  # of what several ranks count alike
-            _add(both[0, window], share, have.group, have.group.widest, None)
+            _add(both[0, window], share, have.group, have.group.widest, lambda _: ())
             if have.slice.present:
-                _add(both[1, window], share, have.group, reducer.summed(have), mean)
+                _add(both[1, window], share, have.group, reducer.summed(have), factors_of)
     if reduces:
         communicator.all_reduce("parameter statistics", both, communicator.alike, "sum").wait()
     both[..., 0].sqrt_()
@@ -67,21 +74,31 @@ def measure(
     return found
 
 
-def _add(rows: Tensor, share: float, group: FlatGroup, values: Values, factor: Tensor | None) -> None:
-    """Add a share of this rank's part of a group's values, times `factor`, to the rows of its parameters."""
+def _add(
+    rows: Tensor,
+    share: float,
+    group: FlatGroup,
+    values: Values,
+    factors_of: Callable[[nn.Parameter], Sequence[Multiplier]],
+) -> None:
+    """Add a share of this rank's part of a group's values, times their factors, to the rows of its
+    parameters."""
     here = values if isinstance(values, Tensor) else values.read()
     for piece in group.pieces:
-        rows[piece.index] += _row(here[piece.shard_slice], factor).to(rows.device) * share
+        factors = factors_of(group.parameters[piece.index])
+        rows[piece.index] += _row(here[piece.shard_slice], factors).to(rows.device) * share
 
 
-def _row(part: Tensor, factor: Tensor | None = None) -> Tensor:
-    """The sum of squares, and the counts of the buckets, of values times `factor`, (1 + BUCKETS,)."""
+def _row(part: Tensor, factors: Sequence[Multiplier] = ()) -> Tensor:
+    """The sum of squares, and the counts of the buckets, of values times `factors`, (1 + BUCKETS,)."""
     edges = torch.tensor(EDGES[1:-1], dtype=torch.float32, device=part.device)
     square = torch.zeros(1, dtype=torch.float32, device=part.device)
     # In fp32, adding ones would stop at 2**24. Unlike bincount, this waits for no device.
     counts = torch.zeros(BUCKETS, dtype=torch.int64, device=part.device)
     for chunk in part.split(CHUNK):
-        values = chunk.float() if factor is None else chunk.float() * factor.to(part.device)
+        values = chunk.float()
+        for factor in factors:
+            values = values * (factor.to(part.device) if isinstance(factor, Tensor) else factor)
         square += values.square().sum()
         counts.scatter_add_(0, torch.bucketize(values.abs(), edges, right=True), (~values.isnan()).long())
     return torch.cat((square, counts.float()))
