@@ -114,7 +114,15 @@ def stepped_after_a_look(
 
 
 def gone_on(engine: zero.Engine, ema: zero.EMA, rank: int, folder: str) -> None:
-    """Two averages; one that is adopted; and none after another optimizer has made the shards anew."""
+    """Two averages; one of another engine; one that is adopted; and none after another optimizer has made the
+    shards anew."""
+    stranger = engine_of(folder)
+    for call in (
+        lambda: stranger.save_checkpoint(f"{folder}/strange", {"ema": ema}),
+        lambda: stranger.load_checkpoint(f"{folder}/before-look", restore={"ema": ema}),
+    ):
+        with pytest.raises(UsageError, match="average of another"):
+            call()
     second, before = zero.EMA(engine, 0.5), masters(engine)
     with ema.applied():
         average = masters(engine)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from accelz import HOST
 from zero.errors import UsageError
 from zero.sharding.flat_group import FlatGroup
+from zero.sharding.sharded_unit import ShardedUnit
 from zero.tiers.values import at_least_fp32, fetch, lasting
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ class EMA:
         self._check_weights("EMA")
         with lasting():
             self.slices: Mapping[FlatGroup, Tensor] = {
-                group: self._begun(group) for group in _trained(engine)
+                group: self._begun(group) for group in _trained(engine.units)
             }
 
     def _begun(self, group: FlatGroup) -> Tensor:
@@ -64,11 +65,15 @@ class EMA:
         self._check_weights("ema.update")
         kept: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
         for group, average in self.slices.items():
-            averages, values = kept.setdefault(average.device, ([], []))
-            averages.append(average)
-            values.append(fetch(group.widest, average.device, self._engine._communicator).to(average.dtype))
-        for averages, values in kept.values():
-            torch._foreach_lerp_(averages, values, 1 - self.decay)
+            values = fetch(group.widest, average.device, self._engine._communicator).to(average.dtype)
+            if values is group.widest:
+                averages, beside = kept.setdefault(average.device, ([], []))
+                averages.append(average)
+                beside.append(values)
+            else:  # a copy, of which there is one at a time
+                average.lerp_(values, 1 - self.decay)
+        for averages, beside in kept.values():
+            torch._foreach_lerp_(averages, beside, 1 - self.decay)
         self.updates += 1
 
     @contextmanager
@@ -104,10 +109,19 @@ class EMA:
 
     def check_current(self) -> None:
         """Raise UsageError once the engine has been built anew, for another optimizer."""
-        if self.slices.keys() != set(_trained(self._engine)):
+        if self.slices.keys() != set(_trained(self._engine.units)):
             raise UsageError(
                 "engine.attach(optimizer) has divided the weights anew, and this average has slices of the "
                 "old ones: make the average anew, zero.EMA(engine)"
+            )
+
+    def check_belongs(self, units: Iterable[ShardedUnit]) -> None:
+        """Raise UsageError unless its engine has these units, and they are not newer than it."""
+        self.check_current()
+        if self.slices.keys() != set(_trained(units)):
+            raise UsageError(
+                "a checkpoint of one engine cannot have the average of another's weights: save and restore "
+                "the average with the engine that it was made of"
             )
 
     @property
@@ -122,8 +136,8 @@ class EMA:
         integrity.check_present()
 
 
-def _trained(engine: Engine) -> Iterator[FlatGroup]:
-    return (group for unit in engine.units for group in unit.groups if group.trainable)
+def _trained(units: Iterable[ShardedUnit]) -> Iterator[FlatGroup]:
+    return (group for unit in units for group in unit.groups if group.trainable)
 
 
 def averages_in(state: Mapping[str, Any]) -> dict[str, EMA]:

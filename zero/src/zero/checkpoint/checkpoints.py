@@ -155,7 +155,7 @@ class Checkpoints:
         self._engine.communicator.check()  # results of a failed collective must not be published
         job.mine = collect(self._engine, _plain(rank_state), chosen, names)
         for key, average in averages_in(state).items():
-            average.check_current()
+            average.check_belongs(self._engine.units)
             job.mine.parts += average_parts(average.slices, partial(average_key, key), chosen, names)
         if job.messages.rank == 0:
             job.described = {

@@ -216,7 +216,7 @@ class _Load:
         if lost:
             raise StateError(f"restore: the checkpoint's state has no {lost}; it has {list(state)}")
         for key, average in averages_in(restore).items():
-            average.check_current()
+            average.check_belongs(self._engine.units)
             self._check_average(key, self._average_keys(key, average))
         for name, value in restore.items():
             if not hasattr(value, "load_state_dict"):
