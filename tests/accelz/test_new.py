@@ -347,10 +347,10 @@ def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
 def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write = Path.write_text
 
-    def full(path: Path, text: str) -> int:
+    def full(path: Path, text: str, encoding: str) -> int:
         if path.name == "backend.py":
             raise OSError(28, "No space left on device")
-        return write(path, text)
+        return write(path, text, encoding)
 
     monkeypatch.setattr(Path, "write_text", full)
     done = _new("foo", "--out", tmp_path)

@@ -372,6 +372,7 @@ def test_loaded_is_a_plain_record() -> None:
         "state",
         "rank_states",
         "left_out",
+        "nbytes",
     ]
 
 
