@@ -106,7 +106,8 @@ def backward(
     turns, uses = _turns(units), backward_uses(units)
     travelling = TRAVELLING + (REPLICA_SUMS_IN_FLIGHT if replicas > 1 else 0)
     roots = [unit for unit in units if unit.is_root]
-    gathered = _window(roots, [unit for unit in uses if unit.gathered][: config.prefetch])
+    coming = [unit for unit in uses if unit.gathered and not unit.is_root]
+    gathered = _window(roots, coming[: config.prefetch])
     yield None, DeviceBytes(gathered=gathered, gradients=_before_all(turns, sums))
     largest = max((u.largest for u in roots if any(g.early for g in u.groups)), default=0)
     begun = _gradients(_Moment(-1, False, travelling), turns, sums)
