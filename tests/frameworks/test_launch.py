@@ -27,7 +27,7 @@ def test_a_launched_program_trains(cluster: Clusters, tmp_path: Path, launcher: 
     out = tmp_path / "log.json"
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", *LAUNCHERS[launcher], str(PROGRAM), str(out), str(tmp_path)]
-    subprocess.run(command, env=environment, cwd=tmp_path, check=True, timeout=120)
+    subprocess.run(command, env=environment, cwd=tmp_path, check=True, timeout=240)
     found = json.loads(out.read_text())
     wanted = cluster(2).run(loops.trained, stage=3, clip_norm=0.5, epochs=2)[0]["log"]
     for key, values in found["loop"].items():
