@@ -167,6 +167,13 @@ def test_what_is_no_run_is_refused(tmp_path: Path, texts: list[str], told: str) 
     assert told in result.stderr.replace("\n", " ")
 
 
+def test_a_run_that_is_not_there_is_named(tmp_path: Path) -> None:
+    result = zero_command("report", tmp_path / "gone")
+    assert result.exit_code == 2
+    assert "there is no" in result.stderr
+    assert "JsonLines" in result.stderr
+
+
 def test_without_the_library_the_error_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

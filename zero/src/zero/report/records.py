@@ -67,6 +67,8 @@ class Records:
 
 def read(path: Path) -> Records:
     """Of a file, or of the only one in a folder whose name ends in .jsonl. Raises StateError."""
+    if not path.exists():
+        raise StateError(f"there is no {path}: give the file that JsonLines has written, or its folder")
     if path.is_dir():
         found = sorted(path.glob("*.jsonl"))
         if len(found) != 1:
