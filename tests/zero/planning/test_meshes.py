@@ -19,6 +19,7 @@ from tests.zero.helpers.training import adamw
 PLACES = {0: [0, 0, 0], 2340: [36, 4, 4], 4095: [63, 7, 7]}
 
 
+@pytest.mark.slow
 def test_any_rank_of_a_large_mesh_is_played_in_one_process() -> None:
     """4,096 ranks, 70 G parameters: layout, memory and traffic, in little time and memory."""
     command = [sys.executable, "-m", "tests.zero.helpers.played", *map(str, PLACES)]
