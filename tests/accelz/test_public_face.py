@@ -46,6 +46,7 @@ PUBLIC = [
     "current",
     "dense_stride",
     "hookimpl",
+    "host_collectives",
     "host_kernels",
     "list_backends",
     "rebind",

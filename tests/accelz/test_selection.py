@@ -194,7 +194,7 @@ def test_a_failed_choice_leaves_the_process_free(tmp_path: Path) -> None:
     assert python(tmp_path, script).stdout.split("\n")[:3] == ["not found", "not found", "cpu"]
 
 
-def test_host_kernels_are_those_of_the_backend_whose_device_is_the_host(tmp_path: Path) -> None:
+def test_what_is_for_host_tensors_is_of_the_backend_whose_device_is_the_host(tmp_path: Path) -> None:
     far = good("far").replace(
         "return accelerator", "accelerator.device = torch.device('meta')\n    return accelerator"
     )
@@ -203,12 +203,13 @@ def test_host_kernels_are_those_of_the_backend_whose_device_is_the_host(tmp_path
         import accelz
         from accelz.selection import load_named
         cpu, got = load_named("cpu", {}).kernels, accelz.host_kernels()
-        print(accelz.current().name, type(got) is type(cpu), type(got).__name__)
+        staged = accelz.host_collectives()
+        print(accelz.current().name, type(got) is type(cpu), type(got).__name__, type(staged).__name__)
     """
     assert python(tmp_path, script, ACCELZ_DEVICE="cpu").stdout.split()[:2] == ["cpu", "True"]
     assert python(tmp_path, script, ACCELZ_DEVICE="far").stdout.split()[:2] == ["far", "True"]
     alone = python(tmp_path, script, ACCELZ_DEVICE="far", ACCELZ_DISABLE="cpu").stdout.split()
-    assert alone == ["far", "False", "Kernels"]
+    assert alone == ["far", "False", "Kernels", "GlooLanes"]
 
 
 def test_threads_get_one_accelerator(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from accelz.roles.memory import Memory, MemoryStats
     from accelz.roles.rng import Rng
     from accelz.roles.streams import Event, NullStreams, Stream, Streams
-    from accelz.selection import current, host_kernels, use
+    from accelz.selection import current, host_collectives, host_kernels, use
     from accelz.version import __version__ as __version__
 
 _NAMES = {  # by the modules that they come from, which are imported when a name of theirs is first used
@@ -75,7 +75,7 @@ _NAMES = {  # by the modules that they come from, which are imported when a name
     "roles.memory": "Memory MemoryStats",
     "roles.rng": "Rng",
     "roles.streams": "Event NullStreams Stream Streams",
-    "selection": "current host_kernels use",
+    "selection": "current host_collectives host_kernels use",
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 
@@ -114,6 +114,7 @@ __all__ = [
     "current",
     "dense_stride",
     "hookimpl",
+    "host_collectives",
     "host_kernels",
     "list_backends",
     "rebind",

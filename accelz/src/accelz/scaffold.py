@@ -164,8 +164,11 @@ def _values(package: Package) -> dict[str, str]:
         "device_remark": "bind() moves to another one" if package.device_type else stand_in,
         "library": library,
         "library_root": library.partition(".")[0],
-        "collectives": "HostStaged()" if staged else f'Collectives("cpu:gloo,{kind}:{package.collectives}")',
+        "collectives": "HostStaged(host_collectives())"
+        if staged
+        else f'Collectives("cpu:gloo,{kind}:{package.collectives}")',
         "and_collectives": "" if staged else ", Collectives",
+        "and_host": ", host_collectives" if staged else "",
         "and_library": f', "{package.library_distribution}"' if package.library else "",
         "staged_import": "from accelz.gloo import HostStaged" if staged else "",
     }

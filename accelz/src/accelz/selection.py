@@ -11,8 +11,10 @@ from accelz import discovery, hardware_hints
 from accelz.accelerator import Accelerator
 from accelz.discovery import BackendRow, Status
 from accelz.errors import BackendError, BackendNotFoundError, BackendUnavailableError, SelectionError
+from accelz.gloo import GlooLanes
 from accelz.hooks import API_VERSION
 from accelz.ranks import machine
+from accelz.roles.collectives import Collectives
 from accelz.roles.host import HOST
 from accelz.roles.kernels import Kernels
 
@@ -61,15 +63,29 @@ def host_kernels() -> Kernels:
     accelerator = current()
     if accelerator.device.type == HOST.type:
         return accelerator.kernels
+    host = _host_accelerator()
+    return Kernels() if host is None else host.kernels
+
+
+def host_collectives() -> Collectives:
+    """Return collectives of host tensors, for a device whose own are staged through the host.
+
+    They are those of the best available backend that declares `host=True`, else gloo's in lanes.
+    """
+    host = _host_accelerator()
+    return GlooLanes() if host is None else host.collectives
+
+
+def _host_accelerator() -> Accelerator | None:
     with _lock:
-        return _host_kernels()
+        return _loaded_host()
 
 
 @cache
-def _host_kernels() -> Kernels:
+def _loaded_host() -> Accelerator | None:
     rows = discovery.list_backends(os.environ)
     host = [r for r in rows if r.status is Status.AVAILABLE and r.descriptor and r.descriptor.host]
-    return _load(host[0]).kernels if host else Kernels()
+    return _load(host[0]) if host else None
 
 
 def load_named(name: str, environ: Mapping[str, str]) -> Accelerator:

@@ -1,6 +1,7 @@
 """Collectives staged through the host, for a device without a communication library.
 
-Copy out, gloo, copy back: correct on any device, and as slow as its copies. Host tensors are not copied.
+Copy out, a collective of host tensors, copy back: correct on any device, and as slow as its copies. Host
+tensors are not copied.
 """
 
 from __future__ import annotations
@@ -13,38 +14,56 @@ from torch import Tensor
 
 from accelz.gloo.lanes import GlooLanes
 from accelz.ranks.group import Group
+from accelz.roles.collectives import Collectives
 from accelz.roles.direct_exchange import FinishedOnWait
 
 
-class HostStaged(GlooLanes):
-    """gloo in lanes, on host copies of device tensors."""
+class HostStaged(Collectives):
+    """Collectives of host copies of device tensors.
+
+    host: those of host tensors, which do the work, gloo's in lanes by default. The best that there are come
+    from `accelz.host_collectives()`: ranks of one machine share memory.
+    """
+
+    def __init__(self, host: Collectives | None = None) -> None:
+        self._host = host or GlooLanes()
+        super().__init__(self._host.spec, self._host.member_groups)
+
+    def _group_spec(self) -> str:
+        return self._host._group_spec()
+
+    def destroy(self) -> None:
+        self._host.destroy()
 
     def _start_all_gather(self, output: Tensor, shard: Tensor, group: Group) -> dist.Work:
-        start = super()._start_all_gather
-        return _staged(output, lambda host: start(host, shard.cpu(), group), filled=False)
+        start = self._host._start_all_gather
+        return _staged(output, shard, lambda there, here: start(there, here, group))
 
     def _start_reduce_scatter(self, output: Tensor, full: Tensor, group: Group, op: Any) -> dist.Work:
-        start = super()._start_reduce_scatter
-        return _staged(output, lambda host: start(host, full.cpu(), group, op), filled=False)
+        start = self._host._start_reduce_scatter
+        return _staged(output, full, lambda there, here: start(there, here, group, op))
 
     def _start_all_to_all(
         self, output: Tensor, parts: Tensor, received: Sequence[int], sent: Sequence[int], group: Group
     ) -> dist.Work:
-        start = super()._start_all_to_all
-        return _staged(output, lambda host: start(host, parts.cpu(), received, sent, group), filled=False)
+        start = self._host._start_all_to_all
+        return _staged(output, parts, lambda there, here: start(there, here, received, sent, group))
 
     def _start_all_reduce(self, tensor: Tensor, group: Group, op: Any) -> dist.Work:
-        start = super()._start_all_reduce
-        return _staged(tensor, lambda host: start(host, group, op), filled=True)
+        return _staged(tensor, tensor, lambda _, here: self._host._start_all_reduce(here, group, op))
 
     def _start_broadcast(self, tensor: Tensor, source: int, group: Group) -> dist.Work:
-        start = super()._start_broadcast
-        return _staged(tensor, lambda host: start(host, source, group), filled=True)
+        return _staged(tensor, tensor, lambda _, here: self._host._start_broadcast(here, source, group))
 
 
-def _staged(target: Tensor, start: Callable[[Tensor], dist.Work], filled: bool) -> dist.Work:
-    """Start a collective on a host copy of `target`. filled: whether it reads what is in `target`."""
-    if target.device.type == "cpu":
-        return start(target)
-    host = target.cpu() if filled else target.new_empty(target.shape, device="cpu")
-    return FinishedOnWait(start(host), lambda: target.copy_(host))
+def _staged(output: Tensor, given: Tensor, start: Callable[[Tensor, Tensor], dist.Work]) -> dist.Work:
+    """Start a collective on the host, from a copy of `given`, for `output`. Both may be one tensor."""
+    if output.device.type == "cpu":
+        return start(output, given)
+    here = given.cpu()
+    there = here if output is given else output.new_empty(output.shape, device="cpu")
+
+    def finish(_: Tensor = here) -> None:  # which must be there until the collective has read it
+        output.copy_(there)
+
+    return FinishedOnWait(start(there, here), finish)

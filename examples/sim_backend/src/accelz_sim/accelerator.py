@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import torch
 
-from accelz import Accelerator, Kernels
+from accelz import Accelerator, Kernels, host_collectives
 from accelz.torch_device import TORCH_DEVICE, TorchAccelerator
 from accelz_sim import NAME, torch_device
 from accelz_sim.collectives import SimCollectives
@@ -35,5 +35,8 @@ class SimKernels(Kernels):
 def build() -> Accelerator:
     torch_device.register()
     return TorchAccelerator(
-        NAME, collectives=SimCollectives(), capabilities=CAPABILITIES, kernels=SimKernels()
+        NAME,
+        collectives=SimCollectives(host_collectives()),
+        capabilities=CAPABILITIES,
+        kernels=SimKernels(),
     )

@@ -1,6 +1,6 @@
 """The collectives role: accelz's own, staged through the host, with faults that can be switched on.
 
-A device without a communication library needs nothing but `HostStaged` of `accelz.gloo`. A device with one
+A device without a communication library needs nothing but `HostStaged(host_collectives())`. A device with one
 registers it with torch.distributed and uses `accelz.Collectives("cpu:gloo,sim:<library>")`.
 """
 
