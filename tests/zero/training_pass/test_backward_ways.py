@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
+from tests.zero.conftest import Abilities
 from tests.zero.helpers.models import WIDTH, Block, features
 from tests.zero.helpers.training import adamw
 
@@ -197,6 +198,7 @@ WAYS: dict[str, Way] = {
     "partly without": partly_without,
 }
 COMPILED = ("in any order", "inside another")
+FEW = ("twice", "two losses, reentrant", "in any order", "amid another", "failed inside", "penalty last")
 
 
 def averaged(context: Context, way: Way, models: Sequence[Heads]) -> None:
@@ -225,40 +227,55 @@ def difference(engine: zero.Engine, expected: Heads) -> float:
     return found
 
 
-def ways_body(context: Context, settings: dict[str, Any], ways: Sequence[str]) -> dict[str, float]:
-    """The differences from unsharded training, by way."""
+SETTINGS: dict[str, dict[str, Any]] = {
+    "stage 3": {},
+    "stage 2": {"stage": 2},
+    "stage 1": {"stage": 1},
+    "accumulate locally": {"accumulate": "local"},
+}
+
+
+def ways_body(context: Context, ways: Sequence[str], settings: dict[str, dict[str, Any]]) -> dict[str, float]:
+    """The differences from unsharded training, by way and settings."""
     found = {}
     for name in ways:
         torch.manual_seed(0)
         models = Heads(), Heads()
         plain = [copy.deepcopy(model) for model in models]
         averaged(context, WAYS[name], plain)
-        config = zero.Config(timeout=20, **settings)
-        engines = [zero.initialize(model, adamw(model), config) for model in models]
-        WAYS[name](*models, context.rank)
-        found[name] = max(map(difference, engines, plain))
-        assert engines[0].step()
+        for told, given in settings.items():
+            trained = [copy.deepcopy(model) for model in models]
+            config = zero.Config(timeout=20, **given)
+            engines = [zero.initialize(model, adamw(model), config) for model in trained]
+            WAYS[name](trained[0], trained[1], context.rank)
+            found[f"{name}, {told}"] = max(map(difference, engines, plain))
+            assert engines[0].step()
     return found
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("size", "settings"),
-    [(1, {}), (2, {"stage": 1}), (2, {"stage": 2}), (2, {}), (2, {"accumulate": "local"})],
-)
-def test_gradients_are_those_of_unsharded_training(
-    cluster: Clusters, size: int, settings: dict[str, Any]
-) -> None:
-    for found in cluster(size).run(ways_body, settings=settings, ways=list(WAYS), limit=120):
-        assert {name: off for name, off in found.items() if off > 1e-6} == {}
+def test_gradients_are_those_of_unsharded_training(cluster: Clusters, abilities: Abilities) -> None:
+    """A few ways with every setting, and every way at stage 3 and, on the host, at stage 2."""
+    others = [name for name in WAYS if name not in FEW]
+    often = {name: SETTINGS[name] for name in ("stage 3", "stage 2")[: 1 if abilities.apart else 2]}
+    for ways, settings in ((FEW, SETTINGS), (others, often)):
+        for found in cluster(2).run(ways_body, ways=ways, settings=settings, limit=120):
+            assert {name: off for name, off in found.items() if off > 1e-6} == {}
+
+
+@pytest.mark.slow
+@pytest.mark.host
+def test_one_rank_has_the_gradients_of_unsharded_training(cluster: Clusters) -> None:
+    (found,) = cluster(1).run(ways_body, ways=FEW, settings={"stage 3": {}})
+    assert {name: off for name, off in found.items() if off > 1e-6} == {}
 
 
 def compiled_body(context: Context) -> dict[str, float]:
     from torch._functorch import config  # slow to import
 
-    settings = {"compile": zero.Compile(inner="aot_eager")}
+    settings = {"compiled": {"compile": zero.Compile(inner="aot_eager")}}
     with config.patch(donated_buffer=False):  # else torch refuses retain_graph
-        return ways_body(context, settings, COMPILED)
+        return ways_body(context, COMPILED, settings)
 
 
 @pytest.mark.slow

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
+from tests.zero.conftest import Abilities
 from tests.zero.helpers.models import WIDTH, Block, features
 from tests.zero.helpers.paths import decaying, error_of
 from tests.zero.helpers.training import (
@@ -187,44 +189,74 @@ def by_parts(model: nn.Module, step: int, rank: int) -> Tensor:
     return x.square().mean()
 
 
-def error(
+SETTINGS: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "prefetch 0": {"prefetch": 0},
+    "prefetch 3": {"prefetch": 3},
+    "small ones stay": {"persistent_below": 20},
+}
+FEW = ("dropped", "several_outputs", "recomputed", "prompted")
+"""The ways of other settings and sizes. The host takes every way where it gathers late, too."""
+
+
+def errors_of_way(
     context: Context,
     way: str,
+    names: Iterable[str] = ("as it is",),
     loss: Callable[[nn.Module, int, int], Tensor] = whole,
     frozen: tuple[str, ...] = (),
-    **settings: Any,
-) -> float:
+) -> dict[str, float]:
+    """By settings' names."""
     torch.manual_seed(3)
     model = Branches(way, frozen)
     reference = train_averaging(context, model, loss, decaying, steps=4)
-    config = zero.Config(timeout=10, units=units, **settings)
-    return error_of(train_zero(context, model, loss, config, decaying, steps=4), reference)
+    errors = {}
+    for name in names:
+        config = zero.Config(timeout=10, units=units, **SETTINGS[name])
+        run = train_zero(context, copy.deepcopy(model), loss, config, decaying, steps=4)
+        errors[f"{way}, {loss.__name__}, {name}, {frozen}"] = error_of(run, reference)
+    return errors
 
 
-def ways_body(context: Context, ways: tuple[str, ...] = WAYS, **settings: Any) -> dict[str, float]:
-    return {way: error(context, way, **settings) for way in ways}
+def ways_body(context: Context, ways: Sequence[str], frozen: tuple[str, ...] = ()) -> dict[str, float]:
+    errors: dict[str, float] = {}
+    for way in ways:
+        errors |= errors_of_way(context, way, frozen=frozen)
+    return errors
+
+
+def settings_body(context: Context, every: Sequence[str]) -> dict[str, float]:
+    errors: dict[str, float] = {}
+    for way in WAYS:
+        errors |= errors_of_way(context, way, SETTINGS if way in FEW else every)
+    return errors
+
+
+def test_losses_that_depend_on_other_calls(cluster: Clusters, abilities: Abilities) -> None:
+    """All ranks gather and reduce in one order even so, as libraries with one queue for everything need."""
+    every = ["as it is"] if abilities.apart else ["as it is", "prefetch 0"]
+    for found in cluster(2).run(settings_body, every=every, limit=120):
+        assert max(found.values()) < 1e-5, found
 
 
 @pytest.mark.parametrize(
-    ("size", "settings"),
+    ("size", "frozen", "ways"),
     [
-        (2, {}),
-        (3, {}),
-        (2, {"prefetch": 0}),
-        (2, {"prefetch": 3}),
-        (2, {"persistent_below": 20}),
-        (2, {"frozen": ("first",)}),
-        (2, {"frozen": ("encoder",), "ways": ("dropped", "detached", "recomputed", "prompted")}),
+        pytest.param(3, (), FEW, marks=pytest.mark.host),
+        pytest.param(2, ("first",), ("detached", "masked", *FEW), marks=pytest.mark.host),
+        (2, ("encoder",), ("dropped", "detached", "recomputed", "prompted")),
     ],
 )
-def test_losses_that_depend_on_other_calls(cluster: Clusters, size: int, settings: dict[str, Any]) -> None:
-    """All ranks gather and reduce in one order even so, as libraries with one queue for everything need."""
-    for found in cluster(size).run(ways_body, **settings):
+def test_other_ranks_and_frozen_units(
+    cluster: Clusters, size: int, frozen: tuple[str, ...], ways: tuple[str, ...]
+) -> None:
+    for found in cluster(size).run(ways_body, frozen=frozen, ways=ways):
         assert max(found.values()) < 1e-5, found
 
 
 def forwards_body(context: Context) -> dict[str, float]:
-    return {loss.__name__: error(context, "dropped", loss) for loss in (two_forwards, by_parts)}
+    first, second = (errors_of_way(context, "dropped", loss=loss) for loss in (two_forwards, by_parts))
+    return first | second
 
 
 def test_forwards_that_are_in_the_loss_of_some_ranks(cluster: Clusters) -> None:

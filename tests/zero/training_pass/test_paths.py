@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
+from tests.zero.conftest import Abilities
 from tests.zero.helpers.models import LanguageModel, features, tokens
 from tests.zero.helpers.paths import (
     STRAIGHT,
@@ -102,27 +103,44 @@ PATHS: tuple[Callable[[nn.Module, int, int], Tensor], ...] = (
 )
 
 
-def paths_body(context: Context, stages: tuple[int, ...], prefetch: int = 1) -> dict[str, float]:
+STEPS = 4  # in which every path that changes from step to step has changed
+SETTINGS: dict[str, dict[str, Any]] = {
+    "stage 3": {},
+    "stage 0": {"stage": 0},
+    "stage 1": {"stage": 1},
+    "stage 2": {"stage": 2},
+    "prefetch 0": {"prefetch": 0},
+    "prefetch 3": {"prefetch": 3},
+}
+OFTEN = ("stage 3", "stage 2", "prefetch 0")
+"""What the host trains every path with; other devices do so at stage 3 alone."""
+FEW = (changing_order, two_forwards, reentrant, one_parameter_unused)
+"""The paths of other settings and sizes."""
+
+
+def paths_body(context: Context, every: Sequence[str], few: Sequence[str]) -> dict[str, float]:
+    """The errors of all paths with the settings of some names, and of a few with those of others."""
     errors = {}
-    for path in PATHS:
-        reference = train_averaging(context, fresh(), path, decaying, steps=8)
-        for stage in stages:
-            config = zero.Config(stage=stage, prefetch=prefetch, timeout=10)
-            run = train_zero(context, fresh(), path, config, decaying, steps=8)
-            errors[f"{path.__name__} at stage {stage}"] = error_of(run, reference)
+    for path in PATHS if every else FEW:
+        reference = train_averaging(context, fresh(), path, decaying, STEPS)
+        for name in (*every, *(few if path in FEW else ())):
+            config = zero.Config(timeout=10, **SETTINGS[name])
+            run = train_zero(context, fresh(), path, config, decaying, STEPS)
+            errors[f"{path.__name__}, {name}"] = error_of(run, reference)
     return errors
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_paths(cluster: Clusters, size: int) -> None:
-    stages = (0, 1, 2, 3) if size == 2 else (3,)
-    for found in cluster(size).run(paths_body, limit=150, stages=stages):
+def test_paths(cluster: Clusters, abilities: Abilities) -> None:
+    every = OFTEN[:1] if abilities.apart else OFTEN
+    few = [name for name in SETTINGS if name not in every]
+    for found in cluster(2).run(paths_body, limit=150, every=every, few=few):
         assert max(found.values()) < 1e-5, found
 
 
-@pytest.mark.parametrize("prefetch", [0, 3])
-def test_paths_with_other_prefetch(cluster: Clusters, prefetch: int) -> None:
-    for found in cluster(2).run(paths_body, limit=150, stages=(3,), prefetch=prefetch):
+@pytest.mark.host
+@pytest.mark.parametrize("size", [1, 3])
+def test_paths_of_other_sizes(cluster: Clusters, size: int) -> None:
+    for found in cluster(size).run(paths_body, every=[], few=["stage 3"]):
         assert max(found.values()) < 1e-5, found
 
 
