@@ -36,7 +36,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     parser.addoption("--max-ranks", type=int, default=8, help="skip distributed tests with more ranks")
     parser.addoption("--kills", type=int, default=12, help="how often a job that saves is killed")
-    parser.addoption("--runs", type=int, default=16, help="how many runs are drawn at random")
+    parser.addoption("--runs", type=int, default=0, help="how many runs are drawn at random, if not few")
     parser.addoption("--mutations", type=int, default=500, help="how many changed files are read")
 
 
