@@ -148,15 +148,17 @@ def edited_body(context: Context, runs: str, optimizer: str, stage: int) -> dict
         if name not in _cases(optimizer):
             continue
         found[name] = raised(lambda number=number: job.load(str(Path(runs, f"edited-{number}"))))
-        assert fingerprint(job.engine) == before, name
         assert torch.equal(torch.get_rng_state(), random_state), name
+    assert fingerprint(job.engine) == before  # of all of them
     now = [{k: v for k, v in g.items() if k != "params"} for g in job.engine.optimizer.param_groups]
     losses = job.train(2)
     job.load(str(Path(runs, "good")))
     return {"told": found, "options": options == now, "same": job.train(2) == losses}
 
 
-@pytest.mark.parametrize(("optimizer", "stage"), [("adamw", 3), ("adamax", 0)])
+@pytest.mark.parametrize(
+    ("optimizer", "stage"), [("adamw", 3), pytest.param("adamax", 0, marks=pytest.mark.host)]
+)
 def test_everything_is_checked_before_anything_changes(
     cluster: Clusters, tmp_path: Path, optimizer: str, stage: int
 ) -> None:
@@ -201,11 +203,11 @@ def repaired_body(context: Context, good: str, optimizer: str) -> list[str]:
         job.engine._checkpoints.storage = DISK
         job.load(good)
         assert fingerprint(job.engine) == before, last
-        last += 1 + last // 3
+        last += 1 + last // 2
     return said
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "sign"])
+@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("sign", marks=pytest.mark.host)])
 def test_a_load_that_failed_anywhere_is_repaired_by_a_good_one(
     cluster: Clusters, tmp_path: Path, optimizer: str
 ) -> None:
