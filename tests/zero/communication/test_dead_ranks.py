@@ -1,4 +1,4 @@
-"""Ranks that die, wait or come late: named within the timeout, by those that waited for them."""
+"""Ranks that die, raise, wait or come late: named within the timeout, by those that waited for them."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ import re
 import time
 import warnings
 from datetime import timedelta
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import zero
-from accelz.conformance.cluster import Clusters, Context
-from tests.zero.helpers.failing import TIMEOUT, Ranks, Reordered
+from accelz.conformance.cluster import Clusters, Context, Outcome
+from tests.zero.conftest import Abilities
+from tests.zero.helpers.failing import TIMEOUT, Job, Ranks, Reordered, ended_jobs
 from tests.zero.helpers.loops import train_on
 from tests.zero.helpers.meshes import Stage, mesh_of, tokens
 from tests.zero.helpers.models import features
@@ -47,10 +48,37 @@ def dying_body(context: Context, when: str, shard_ranks: int | None = None) -> t
     return "", "", 0.0
 
 
+def stop(*_: object) -> None:
+    raise ArithmeticError("stop here")
+
+
+def raising_body(context: Context) -> str:
+    """Only rank 1 raises; the other one gets an error that names it, within the timeout."""
+    model = fresh()
+    engine = zero.initialize(model, decaying(model), zero.Config(timeout=TIMEOUT))
+    if context.rank == 1:
+        model.blocks[1].down.register_full_backward_hook(stop)
+    try:
+        engine.backward(straight(model, 0, context.rank))
+    except (ArithmeticError, zero.CommunicationError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+@pytest.fixture(scope="module")
+def dead(cluster: Clusters, abilities: Abilities, device: str) -> dict[str, list[Outcome]]:
+    """How the jobs end in which a rank does not go on."""
+    cluster(4)  # skips where there cannot be so many
+    jobs = {when: Job(3, dying_body, {"when": when}) for when in ("forward", "backward", "asleep")}
+    jobs["copies"] = Job(4, dying_body, {"when": "backward", "shard_ranks": 2})
+    jobs["raises"] = Job(2, raising_body)
+    return ended_jobs(device, jobs, abilities.capabilities.shared_device)
+
+
 @pytest.mark.parametrize("when", ["forward", "backward", "asleep"])
-def test_a_dead_or_silent_rank_is_named(disposable: Ranks, when: str) -> None:
+def test_a_dead_or_silent_rank_is_named(dead: dict[str, list[Outcome]], when: str) -> None:
     """It is named within the timeout (and the exchange of reports), with the unit that was waited for."""
-    outcomes = disposable(3).outcomes(dying_body, limit=40, when=when)
+    outcomes = dead[when]
     for survivor in (outcomes[0], outcomes[2]):
         assert survivor.status == "returned", survivor
         kind, message, seconds = survivor.value
@@ -60,9 +88,17 @@ def test_a_dead_or_silent_rank_is_named(disposable: Ranks, when: str) -> None:
         assert seconds < 4 * TIMEOUT
 
 
-def test_a_dead_rank_of_another_copy_is_named(disposable: Ranks) -> None:
+def test_one_rank_raises(dead: dict[str, list[Outcome]]) -> None:
+    first, second = (outcome.value for outcome in dead["raises"])
+    assert second == "ArithmeticError: stop here"
+    assert first.startswith("CommunicationError")
+    assert "did not answer" in first
+    assert "1" in first
+
+
+def test_a_dead_rank_of_another_copy_is_named(dead: dict[str, list[Outcome]]) -> None:
     """Ranks 2 and 3 share a copy of the model, so errors in their group count its ranks from 0."""
-    outcomes = disposable(4).outcomes(dying_body, limit=40, when="backward", shard_ranks=2)
+    outcomes = dead["copies"]
     for rank in (0, 1, 3):
         assert outcomes[rank].status == "returned", outcomes[rank]
         kind, message, seconds = outcomes[rank].value
@@ -116,24 +152,8 @@ def long_wait_body(context: Context, path: tuple[int, ...]) -> tuple[list[str], 
     return heard.texts, error, time.monotonic() - start
 
 
-def test_a_long_wait_of_ranks_that_differ_is_explained_before_it_fails(disposable: Ranks) -> None:
-    for texts, error, seconds in disposable(2).run(long_wait_body, limit=40, path=(3,)):
-        assert "ranks issued different collectives" in error
-        found = [text for text in texts if "ranks issued different collectives: number" in text]
-        assert len(found) == 1 or seconds < TIMEOUT / 2, texts  # shared memory notices at once
-
-
-def test_a_long_wait_for_a_rank_is_logged_once(disposable: Ranks) -> None:
-    (first, error, _), (second, _, _) = disposable(2).run(long_wait_body, limit=40, path=STRAIGHT)
-    assert error == ""
-    assert len(first) == 1, first
-    assert "rank 0 has waited" in first[0]
-    assert "rank(s) 1 are not there yet" in first[0]
-    assert second == []
-
-
-def uneven_batches_body(context: Context, path: str) -> tuple[list[str], str]:
-    """Rank 1 is out of batches first."""
+def uneven_batches_body(context: Context, path: str) -> tuple[list[str], str, str]:
+    """Rank 1 is out of batches first, and saves."""
     heard, model = Heard(), fresh(None)
     engine = zero.initialize(model, decaying(model), zero.Config(timeout=TIMEOUT))
     if context.rank == 0:
@@ -144,20 +164,50 @@ def uneven_batches_body(context: Context, path: str) -> tuple[list[str], str]:
         with pytest.raises(zero.CommunicationError) as caught:
             engine.save_checkpoint(path)
         context.group.store.wait(["failed"], timedelta(seconds=4 * TIMEOUT))
-    return heard.texts, str(caught.value)
+    return heard.texts, str(caught.value), f"wait in save_checkpoint('{path}')"
 
 
-def test_a_rank_that_waits_in_a_save_is_told_to_those_that_train(disposable: Ranks, tmp_path: Path) -> None:
-    path = str(tmp_path / "c")
-    (training, failed), (saving, missed) = disposable(2).run(uneven_batches_body, limit=40, path=path)
-    place = f"wait in save_checkpoint('{path}')"
+@pytest.fixture(scope="module")
+def waited(
+    abilities: Abilities, device: str, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, list[Any]]:
+    """What the ranks say that wait for each other."""
+    path = str(tmp_path_factory.mktemp("waited") / "c")
+    jobs = {
+        "differ": Job(2, long_wait_body, {"path": (3,)}),
+        "late": Job(2, long_wait_body, {"path": STRAIGHT}),
+        "saves": Job(2, uneven_batches_body, {"path": path}),
+    }
+    ended = ended_jobs(device, jobs, abilities.capabilities.shared_device)
+    assert all(each.status == "returned" for outcomes in ended.values() for each in outcomes), ended
+    return {name: [each.value for each in outcomes] for name, outcomes in ended.items()}
+
+
+def test_a_long_wait_of_ranks_that_differ_is_explained_before_it_fails(waited: dict[str, list[Any]]) -> None:
+    for texts, error, seconds in waited["differ"]:
+        assert "ranks issued different collectives" in error
+        found = [text for text in texts if "ranks issued different collectives: number" in text]
+        assert len(found) == 1 or seconds < TIMEOUT / 2, texts  # shared memory notices at once
+
+
+def test_a_long_wait_for_a_rank_is_logged_once(waited: dict[str, list[Any]]) -> None:
+    (first, error, _), (second, _, _) = waited["late"]
+    assert error == ""
+    assert len(first) == 1, first
+    assert "rank 0 has waited" in first[0]
+    assert "rank(s) 1 are not there yet" in first[0]
+    assert second == []
+
+
+def test_a_rank_that_waits_in_a_save_is_told_to_those_that_train(waited: dict[str, list[Any]]) -> None:
+    (training, failed, place), (saving, missed, _) = waited["saves"]
     assert f"rank(s) 1 {place}: every rank must make the same calls" in failed
     assert "from rank(s) 0: rank(s) 0 wait in collective" in missed
     assert "all_gather of unit" in missed
     assert "every rank must call save_checkpoint" in missed
     assert len(training) == len(saving) == 1, (training, saving)
     assert f"rank(s) 1 {place}. It will fail after {TIMEOUT:.0f} s" in training[0]
-    assert f"s in save_checkpoint('{path}'): rank(s) 0 wait in collective" in saving[0]
+    assert f"s in {place.removeprefix('wait in ')}: rank(s) 0 wait in collective" in saving[0]
 
 
 def failed_gather_body(context: Context) -> list[str]:

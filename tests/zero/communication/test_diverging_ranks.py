@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
-from tests.zero.helpers.failing import TIMEOUT, Ranks, Reordered
+from tests.zero.conftest import Abilities
+from tests.zero.helpers.failing import TIMEOUT, Job, Ranks, Reordered, ended_jobs
 from tests.zero.helpers.loops import train_on
 from tests.zero.helpers.models import Stack, features
 from tests.zero.helpers.own_bytes import bytes_of_its_own
@@ -30,18 +31,6 @@ def diverging_body(context: Context, path: tuple[int, ...]) -> tuple[str, str, f
     except zero.ZeroError as error:
         return type(error).__name__, str(error), time.monotonic() - start
     return "", "", 0.0
-
-
-@pytest.mark.parametrize("path", [(0, 2, 1, 3), (0, 1, 3), (3,)])
-def test_ranks_that_gather_other_units_are_told_so(disposable: Ranks, path: tuple[int, ...]) -> None:
-    """Blocks of equal size would silently exchange wrong values; this is caught before any step."""
-    for kind, message, seconds in disposable(2).run(diverging_body, limit=40, path=path):
-        assert kind == "RankMismatchError", (kind, message)
-        assert re.search("(number|call) [0-9]", message), message
-        assert "blocks." in message
-        assert "on rank 0" in message
-        assert "on rank 1" in message
-        assert seconds < 4 * TIMEOUT
 
 
 def unequal_body(context: Context) -> list[str]:
@@ -91,9 +80,35 @@ def other_writer_body(context: Context) -> tuple[str, float]:
     return "", 0.0
 
 
-def test_ranks_that_all_want_to_write(disposable: Ranks) -> None:
+@pytest.fixture(scope="module")
+def diverged(abilities: Abilities, device: str) -> dict[str, list[Any]]:
+    """What ranks are told that go on differently."""
+    jobs = {
+        "reversed": Job(2, diverging_body, {"path": (0, 2, 1, 3)}),
+        "left out": Job(2, diverging_body, {"path": (0, 1, 3)}),
+        "only one": Job(2, diverging_body, {"path": (3,)}),
+        "all write": Job(2, other_writer_body),
+    }
+    ended = ended_jobs(device, jobs, abilities.capabilities.shared_device)
+    assert all(each.status == "returned" for outcomes in ended.values() for each in outcomes), ended
+    return {name: [each.value for each in outcomes] for name, outcomes in ended.items()}
+
+
+@pytest.mark.parametrize("path", ["reversed", "left out", "only one"])
+def test_ranks_that_gather_other_units_are_told_so(diverged: dict[str, list[Any]], path: str) -> None:
+    """Blocks of equal size would silently exchange wrong values; this is caught before any step."""
+    for kind, message, seconds in diverged[path]:
+        assert kind == "RankMismatchError", (kind, message)
+        assert re.search("(number|call) [0-9]", message), message
+        assert "blocks." in message
+        assert "on rank 0" in message
+        assert "on rank 1" in message
+        assert seconds < 4 * TIMEOUT
+
+
+def test_ranks_that_all_want_to_write(diverged: dict[str, list[Any]]) -> None:
     """`write_rank=rank` is passed instead of a number that all ranks agree on."""
-    for message, seconds in disposable(2).run(other_writer_body, limit=40):
+    for message, seconds in diverged["all write"]:
         assert message.startswith("RankMismatchError"), message
         for rank in range(2):  # a process may have had engines before, which are then told apart
             assert re.search(rf"from rank {rank}( of engine \d+ \(\w+\))? on rank {rank}", message), message

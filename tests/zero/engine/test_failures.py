@@ -1,4 +1,4 @@
-"""Failures: exceptions in the middle of a step, on all ranks or one, and calls in the wrong order."""
+"""Failures: exceptions in the middle of a step, on all ranks, and calls in the wrong order."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
-from tests.zero.helpers.failing import TIMEOUT, Ranks
 from tests.zero.helpers.models import LanguageModel, Stack, features, tokens
 from tests.zero.helpers.paths import STRAIGHT, decaying, fresh, straight
 from tests.zero.helpers.training import adamw, same_bits, train_zero
@@ -26,9 +25,9 @@ def trap(*_: Any) -> None:
 
 
 def exception_body(context: Context, shard_ranks: int | None) -> dict[str, Any]:
-    """Exceptions in forward and backward, on all ranks, then six steps as if nothing had happened."""
+    """Exceptions in forward and backward, on all ranks, then three steps as if nothing had happened."""
     config = zero.Config(timeout=10, shard_ranks=shard_ranks)
-    expected = train_zero(context, fresh(), straight, config, decaying, steps=6)
+    expected = train_zero(context, fresh(), straight, config, decaying, steps=3)
     result: dict[str, Any] = {}
     for where in ("forward", "backward", "own hook", "checkpointed forward", "gradient"):
         model = fresh()
@@ -45,7 +44,7 @@ def exception_body(context: Context, shard_ranks: int | None) -> dict[str, Any]:
         handle.remove()
         idle = all(u.idle and not u.in_use for u in engine.units)
         losses = []
-        for step in range(6):
+        for step in range(3):
             loss = straight(model, step, context.rank)
             engine.backward(loss)
             engine.step()
@@ -64,7 +63,9 @@ def _set_trap(model: Stack, where: str) -> Any:
     return model.blocks[2].up.register_forward_hook(trap)
 
 
-@pytest.mark.parametrize(("size", "shard_ranks"), [(1, None), (2, None), (4, 2)])
+@pytest.mark.parametrize(
+    ("size", "shard_ranks"), [pytest.param(1, None, marks=pytest.mark.host), (2, None), (4, 2)]
+)
 def test_an_exception_leaves_the_engine_usable(cluster: Clusters, size: int, shard_ranks: int | None) -> None:
     for found in cluster(size).run(exception_body, shard_ranks=shard_ranks):
         for where, (outcome, idle, same) in found.items():
@@ -100,27 +101,6 @@ def test_an_exception_drops_the_accumulation_window(
     cluster: Clusters, size: int, shard_ranks: int | None
 ) -> None:
     assert all(cluster(size).run(accumulating_exception_body, shard_ranks=shard_ranks))
-
-
-def one_rank_raises_body(context: Context) -> str:
-    """Only rank 1 raises; the others get an error that names it, within the timeout."""
-    model = fresh()
-    engine = zero.initialize(model, decaying(model), zero.Config(timeout=TIMEOUT))
-    if context.rank == 1:
-        _set_trap(model, "backward")
-    try:
-        engine.backward(straight(model, 0, context.rank))
-    except (Trap, zero.CommunicationError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
-
-
-def test_one_rank_raises(disposable: Ranks) -> None:
-    first, second = disposable(2).run(one_rank_raises_body, limit=40)
-    assert second.startswith("Trap")
-    assert first.startswith("CommunicationError")
-    assert "did not answer" in first
-    assert "1" in first
 
 
 def usage_body(context: Context) -> dict[str, str]:
