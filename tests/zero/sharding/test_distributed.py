@@ -337,11 +337,11 @@ def refused_body(context: Context) -> None:
     matrices = torch.optim.Muon([p for p in model.parameters() if p.dim() == 2])
     rest = adamw(nn.ParameterList(p for p in model.parameters() if p.dim() != 2))
     with pytest.raises(
-        zero.OptimizerError, match=r"Muon steps whole parameters, and 0\.up\.weight, .* are DTensors"
+        zero.OptimizerError, match=r"Muon steps whole parameters, and 0\.up\.weight, .* that the engine"
     ):
         zero.initialize(model, [matrices, rest], process_group=group)
     engine = zero.initialize(model, process_group=group)
-    with pytest.raises(zero.OptimizerError, match=r"Muon steps whole parameters.*\[muon, adamw\]"):
+    with pytest.raises(zero.OptimizerError, match=r"Muon steps whole .* mesh= and data_dims="):
         engine.attach([matrices, rest])
 
 

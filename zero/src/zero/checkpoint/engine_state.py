@@ -194,7 +194,7 @@ def check_state(engine: EngineParts) -> None:
     optimizer = engine.sharded_optimizer
     for stepped in (stepped for stepped in optimizer.subs if stepped.rule is None):
         for piece in stepped.pieces:
-            spec = stepped.group.layout.specs[piece.piece.index]
+            spec = stepped.specs[piece.piece.index]
             whole = stepped.group.parameters[piece.piece.index].numel()
             for name, value in optimizer.optimizer.state.get(piece.parameter, {}).items():
                 check_storable(name, value, spec.name, piece.parameter, piece.piece.length < whole)
@@ -233,18 +233,25 @@ def _collect_group(
     found.parts += _slices(group, group.widest, model_key, chosen, names)
     written = {p.index: slice(p.start, p.start + p.length) for p in _written_by(group)}
     pieces: dict[int, list[SteppedPiece]] = {}
-    for stepped in engine.sharded_optimizer.subs_of.get(group, ()):
+    subs = engine.sharded_optimizer.subs_of.get(group, ())
+    joins_blocks = any(stepped.joins_blocks for stepped in subs)
+    for stepped in subs:
         for mine in (piece for piece in stepped.pieces if stepped.name_of(piece) in chosen):
             pieces.setdefault(mine.piece.index, []).append(mine)
     for index, of_parameter in pieces.items():
         first, last = of_parameter[0].piece, of_parameter[-1].piece
         window: slice | None = slice(first.start, last.start + last.length)
-        if group.shards == 1:  # every rank has all of the state; it writes what it writes of the values
+        if group.shards == 1 and joins_blocks:
+            window = window if group.mesh.shards.rank == 0 else None
+        elif group.shards == 1:  # every rank has all of the state; it writes what it writes of the values
             window = written.get(index)
         if window is not None:
-            spec = group.layout.specs[index]
+            spec = subs[0].specs[index]
             whole = group.parameters[index].numel()
-            _collect_state(engine, spec, of_parameter, window, found, names, whole)
+            block = "" if joins_blocks else names.block(spec.name)
+            is_first = window.start == 0 and (joins_blocks or names.has_first_block(spec.name))
+            stored = names.stored(spec.name)
+            _collect_state(engine, spec, of_parameter, window, found, (stored, block), is_first, whole)
 
 
 def _written_by(group: FlatGroup) -> Sequence[Piece]:
@@ -266,31 +273,33 @@ def _collect_state(
     pieces: Sequence[SteppedPiece],
     window: slice,
     found: RankState,
-    names: StoredNames,
+    name: tuple[str, str],
+    is_first: bool,
     whole: int,
 ) -> None:
     """Collect a parameter's optimizer state for the elements in `window`.
 
-    pieces: the parameter's, in order. whole: how many elements it has, with the blocks of other ranks. State
-    that is not element-wise is the same for all of them, and is written with the parameter's first element.
+    pieces: the parameter's, in order. name: its stored one, and what follows it where the pieces are of a
+    block. is_first: whether its first element is in the window, with which state is written that is not
+    element-wise, and so the same for all of them. whole: how many elements it has, with the blocks of other
+    ranks.
     """
-    stored, block = names.stored(spec.name), names.block(spec.name)
-    is_first = window.start == 0 and names.has_first_block(spec.name)
+    stored, block = name
     state, first = engine.sharded_optimizer.optimizer.state, pieces[0]
-    for name, value in state.get(first.parameter, {}).items():
-        check_storable(name, value, spec.name, first.parameter, first.piece.length < whole)
-        key = state_key(name, stored)
-        if isinstance(value, (Tensor, Stored)) and is_elementwise(name, value, first.parameter):
-            flat = joined([in_memory_order(state[p.parameter][name], p.parameter) for p in pieces])
+    for kept, value in state.get(first.parameter, {}).items():
+        check_storable(kept, value, spec.name, first.parameter, first.piece.length < whole)
+        key = state_key(kept, stored)
+        if isinstance(value, (Tensor, Stored)) and is_elementwise(kept, value, first.parameter):
+            flat = joined([in_memory_order(state[p.parameter][kept], p.parameter) for p in pieces])
             values = flat[window.start - first.piece.start : window.stop - first.piece.start]
             found.parts.append(Part(key + block, spec.shape, values, window.start, stride_of(spec)))
         elif isinstance(value, Tensor) and not is_wrapper(value):
             if is_first:
                 found.parts.append(Part(key, tuple(value.shape), value.detach().contiguous().view(-1)))
         elif is_first:
-            what = told(name, spec.name)
+            what = told(kept, spec.name)
             plain = described(value, what) if is_wrapper(value) else value
-            found.values.setdefault(stored, {})[name] = user_state.encode(plain, key, found.parts, what)
+            found.values.setdefault(stored, {})[kept] = user_state.encode(plain, key, found.parts, what)
 
 
 def _empty_parameters(group: FlatGroup, chosen: Container[str], names: StoredNames) -> Iterator[Part]:

@@ -178,7 +178,7 @@ class OptimizerLoad:
         """This rank's pieces, with their parameters and these in the checkpoint: None if it has no state."""
         for stepped in self._engine.sharded_optimizer.subs:
             for piece in stepped.pieces:
-                spec = stepped.group.layout.specs[piece.piece.index]
+                spec = stepped.specs[piece.piece.index]
                 yield stepped, piece, spec, self._with_state(spec.name)
 
     def _note_steps(self, piece: SteppedPiece) -> None:
@@ -215,10 +215,8 @@ class OptimizerLoad:
                 shape, strides = parameter.shape, parameter.stride()
                 state[key] = torch.empty_strided(shape, strides, dtype=dtype, device=device)
             group, index = stepped.group, piece.piece.index
-            stride, region = (
-                stride_of(group.layout.specs[index]),
-                stored_region(group, index, self._reader, name),
-            )
+            stride = stride_of(stepped.specs[index])
+            region = None if stepped.joins_blocks else stored_region(group, index, self._reader, name)
             with changing(in_memory_order(state[key], parameter)) as target:
                 self._reader.fill(name, target, piece.piece.start, stride, region)
         elif key in state:

@@ -137,6 +137,22 @@ class Communicator:
         """Say for messages which rank one of `group` is: its number in the job, and its coordinates."""
         return self.grid.name(self._groups.ranks[rank])
 
+    def started(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        """The numbers of ranks of the job among all that were started."""
+        return self._groups.job.started(ranks)
+
+    def part(self, along: Collection[str]) -> Group:
+        """The ranks that differ from this one in these dimensions of the job's mesh alone, and this one; once
+        `make_parts` has made them."""
+        return self._groups.part(self.grid.parts(along))
+
+    def make_parts(self, wanted: Iterable[Collection[str]]) -> None:
+        """Make the groups that `part` gives, where any rank wants some. Collective."""
+        if self.grid.told:
+            every = self.everywhere(sorted({tuple(sorted(along)) for along in wanted}))
+            for along in sorted({tuple(each) for rank in every for each in rank}):
+                self.part(along)
+
     @property
     def traffic(self) -> Traffic:
         return self.ledger.traffic
@@ -373,6 +389,10 @@ class Communicator:
         if not self.divided:
             return flag
         return bool(self._exchange(what, torch.tensor([flag], dtype=torch.int64, device=HOST), self.whole))
+
+    def on_any_alike(self, what: str, flag: bool) -> bool:
+        """Return whether any rank whose model has the same structure passes `flag`. Blocks the host."""
+        return bool(self.highest(what, torch.tensor([flag], dtype=torch.int64, device=HOST), self.alike))
 
     def broadcast_object(self, value: Any) -> Any:
         """Return rank 0's JSON value on every rank. Blocks the host."""

@@ -77,23 +77,35 @@ def prepare(
     for parameter, along in distributed.items():
         if along and dims:
             apart[parameter] = apart.get(parameter, frozenset()) | along
-    check_blocks(model, optimizer, config)
+    check_blocks(model, optimizer, config, bool(dims))
     return Prepared(plans, exact, castable, optimizer, param_group_of, ways, apart)
 
 
-def check_blocks(model: nn.Module, optimizer: Optimizer, config: Config) -> None:
-    """Raise OptimizerError if a block of a DTensor would be stepped as a whole parameter."""
+def check_blocks(model: nn.Module, optimizer: Optimizer, config: Config, has_mesh: bool) -> None:
+    """Raise OptimizerError if blocks of DTensors are to be stepped as whole parameters, and cannot be put
+    together for that."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     for each in members(optimizer):
-        ways = steppings(each, config)
-        blocks = [names[p] for p, way in ways.items() if way.whole and p in names and divided_along(p)]
-        if blocks:
-            raise OptimizerError(_BLOCKS.format(kind=type(each).__name__, blocks=some(blocks)))
+        divided = [p for p, way in steppings(each, config).items() if way.across and p in names]
+        kind = type(each).__name__
+        if divided and not has_mesh:
+            raise OptimizerError(_NO_MESH.format(kind=kind, blocks=some([names[p] for p in divided])))
+        if turned := [names[p] for p in divided if not local_of(p).is_contiguous()]:
+            raise OptimizerError(_TURNED.format(kind=kind, blocks=some(turned)))
+        if begun := [names[p] for p in divided if each.state.get(p)]:
+            raise OptimizerError(_BEGUN.format(kind=kind, blocks=some(begun)))
 
 
-_BLOCKS = (
-    "{kind} steps whole parameters, and {blocks} are DTensors, of which each rank would step its block as if "
-    "that were all. Give them to an optimizer that works element by element, as in zero.initialize(model, "
-    "[muon, adamw]), or leave them undivided, without a plan for tensor parallelism; and say "
-    "Config(whole_parameters=False) if zero does not know that {kind} works element by element"
+_NO_MESH = (
+    "{kind} steps whole parameters, and {blocks} are DTensors, whose blocks are on ranks that the engine "
+    "does not know: give zero.initialize mesh= and data_dims= instead of process_group=. If {kind} works "
+    "element by element, say Config(whole_parameters=False)"
+)
+_TURNED = (
+    "{kind} steps whole parameters, for which zero puts blocks of DTensors together in row-major order, and "
+    "those of {blocks} have another: make them contiguous"
+)
+_BEGUN = (
+    "{kind} steps whole parameters, and has state of {blocks}, which are DTensors, before its first step "
+    "with the engine: create it anew, and load a checkpoint of zero's"
 )

@@ -18,7 +18,7 @@ from zero.gradients.group_gradients import GradientPolicy
 from zero.optimizer.routes import share_out
 from zero.optimizer.stepping import GroupStepping, Stepping, of_unknown
 from zero.sharding import layout
-from zero.sharding.distributed import local_of
+from zero.sharding.distributed import blocks_of, local_of
 from zero.sharding.gather_format import GatherOptions
 from zero.sharding.layout import ParameterSpec
 from zero.sharding.own_codes import code_dtype
@@ -49,7 +49,7 @@ class GroupKind:
 @dataclass(frozen=True)
 class GroupDraft:
     """A group before it is built. named: its parameters with their names. shared_by: how many ranks share a
-    copy. stepped_by: the rank that steps each of them whole, where ranks have slices of them; else None."""
+    copy. stepped_by: see `GroupStepping`."""
 
     named: tuple[Named, ...]
     kind: GroupKind
@@ -60,7 +60,7 @@ class GroupDraft:
 
     @property
     def stepping(self) -> GroupStepping:
-        return GroupStepping(self.kind.stepping.rule, self.stepped_by)
+        return GroupStepping(self.kind.stepping.rule, self.stepped_by, self.kind.stepping.across)
 
 
 @dataclass(frozen=True)
@@ -147,8 +147,13 @@ def draft_units(
         return sharing(kind.apart) if config.stage > 0 else 1
 
     kinds = [(kind, named) for cut in cuts for kind, named in cut.groups.items()]
-    split = [(k, named) for k, named in kinds if k.stepping.whole and k.trainable and shards(k) > 1]
-    stepped_by = share_out((p, p.numel(), shards(kind)) for kind, named in split for _, p in named)
+    parts = [
+        (p, shards(kind) * blocks_of(p) if kind.stepping.across else shards(kind))
+        for kind, named in kinds
+        if kind.stepping.whole and kind.trainable
+        for _, p in named
+    ]
+    stepped_by = share_out((p, p.numel(), count) for p, count in parts if count > 1)
     beside = _StateBeside(stepped_by, moments, shards)
     policy = GradientPolicy.of(config, sharing(frozenset()))
     candidates = [
@@ -263,12 +268,13 @@ class _StateBeside:
         kept = {parameter: self._moments.get(parameter, 0) for _, parameter in named}
         if not kind.stepping.whole and ranks > 1:
             return (shard_numel * math.ceil(max(kept.values())) * wide,) * ranks
-        found = [0] * ranks
+        found = Counter[int]()
         for parameter, values in kept.items():
-            found[self._stepped_by.get(parameter, 0)] += (
-                math.ceil(local_of(parameter).numel() * values) * wide
-            )
-        return tuple(found)
+            elements = (parameter if kind.stepping.across else local_of(parameter)).numel()
+            found[self._stepped_by.get(parameter, 0)] += math.ceil(elements * values) * wide
+        if kind.stepping.across:  # of the ranks that have the same slices of other blocks, the one with most
+            return (max(found.values()),) * ranks
+        return tuple(found[rank] for rank in range(ranks))
 
 
 def _partition(

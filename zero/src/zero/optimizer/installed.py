@@ -130,6 +130,6 @@ def _views(stepped: SteppedSubGroup, index: int, rule: Rule) -> dict[str, Any]:
     state: dict[str, Any] = {"step": stepped.steps[index]} if rule.counts else {}
     for name, moment in zip(rule.moments, stepped.record.moments, strict=True):
         state[name] = (
-            moment[piece.shard_slice] if isinstance(moment, Stored) else shaped(moment, stepped.group, piece)
+            moment[piece.shard_slice] if isinstance(moment, Stored) else shaped(moment, stepped.specs, piece)
         )
     return state

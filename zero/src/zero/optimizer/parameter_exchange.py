@@ -6,15 +6,16 @@ all groups: these take turns in one room on the device.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
 
-from accelz import HOST
+from accelz import HOST, Group
 from zero.communication.communicator import Communicator
-from zero.optimizer.routes import Routes
-from zero.sharding.flat_group import FlatGroup
+from zero.files.boxes import Run
+from zero.optimizer.routes import Arrival, Routes
 from zero.tiers.stores import Stores
 from zero.tiers.values import Values, fetch
 
@@ -60,19 +61,23 @@ class ParameterExchange:
         else:
             parts.copy_(torch.cat(windows))
 
-    def assemble(self, group: FlatGroup, routes: Routes, parts: Tensor, whole: Tensor) -> None:
-        """Collective. Fill `whole`, (routes.numel,), with the parameters that this rank steps, from every
-        rank's `parts`. Both are on the device."""
+    def assemble(self, unit: str, ranks: Group, routes: Routes, parts: Tensor, whole: Tensor) -> None:
+        """Collective. Fill `whole`, (routes.numel,), with the parameters that this rank steps, or with the
+        blocks of these that each rank has, from every rank's `parts`. Both are on the device."""
         self._communicator.all_to_all(
-            group.unit, whole, parts, routes.taken, routes.given, routes.total, group.mesh.shards
+            unit, whole, parts, routes.taken, routes.given, routes.total, ranks
         ).wait()
 
-    def take_apart(self, group: FlatGroup, routes: Routes, whole: Tensor, slice_: Tensor) -> None:
+    def take_apart(self, unit: str, ranks: Group, routes: Routes, whole: Tensor, slice_: Tensor) -> None:
         """Collective. The reverse of `cut` and `assemble`, into this rank's `slice_`."""
-        parts = self.parts(routes, whole.dtype)
-        near = whole if whole.device == self._device else self.whole(routes, whole.dtype).copy_(whole)
+        parts, near = self.parts(routes, whole.dtype), whole
+        if routes.joins_blocks:
+            near = self.whole(routes, whole.dtype)
+            divide(whole, routes, near)
+        elif whole.device != self._device:
+            near = self.whole(routes, whole.dtype).copy_(whole)
         self._communicator.all_to_all(
-            group.unit, parts, near, routes.given, routes.taken, routes.total, group.mesh.shards
+            unit, parts, near, routes.given, routes.taken, routes.total, ranks
         ).wait()
         lengths = [window.stop - window.start for window in routes.windows]
         for window, part in zip(routes.windows, parts.split(lengths), strict=True):
@@ -84,3 +89,40 @@ class ParameterExchange:
     def _room(self, which: int, numel: int, dtype: torch.dtype) -> Tensor:
         assert self._rooms is not None
         return self._rooms[which][: numel * dtype.itemsize].view(dtype)
+
+
+def join(blocks: Tensor, routes: Routes, whole: Tensor) -> None:
+    """Fill `whole` with the parameters that this rank steps, from their blocks as they have arrived."""
+    for arrival in routes.arrivals:
+        block = torch.cat([blocks[stretch] for stretch in arrival.stretches]).view(arrival.region.shape)
+        for there, here in _boxes(arrival):
+            _parameter(whole, routes, arrival)[there] = block[here].to(whole.device, whole.dtype)
+
+
+def divide(whole: Tensor, routes: Routes, blocks: Tensor) -> None:
+    """The reverse of `join`."""
+    for arrival in routes.arrivals:
+        block = blocks.new_empty(arrival.region.shape)
+        for there, here in _boxes(arrival):
+            block[here] = _parameter(whole, routes, arrival)[there].to(blocks.device)
+        lengths = [stretch.stop - stretch.start for stretch in arrival.stretches]
+        for stretch, part in zip(arrival.stretches, block.view(-1).split(lengths), strict=True):
+            blocks[stretch].copy_(part)
+
+
+def _parameter(whole: Tensor, routes: Routes, arrival: Arrival) -> Tensor:
+    return whole[arrival.piece.shard_slice].view(routes.specs[arrival.piece.index].shape)
+
+
+def _boxes(arrival: Arrival) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
+    """Indices of the parameter, and of its block, that are the same elements."""
+    for several in itertools.product(*map(_ranges, arrival.region.runs)):
+        there, here = zip(*several, strict=True)
+        yield there, here
+
+
+def _ranges(runs: Iterable[Run]) -> Iterator[tuple[slice, slice]]:
+    begin = 0
+    for first, length in runs:
+        yield slice(first, first + length), slice(begin, begin + length)
+        begin += length

@@ -2,34 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from accelz import rebind
+from accelz import Group, rebind
+from zero.communication.communicator import Communicator
+from zero.optimizer.blocks import blocks_of, ranks_with_blocks
 from zero.optimizer.piece_state import moved
-from zero.optimizer.routes import route
+from zero.optimizer.routes import Blocks, Routes, route
 from zero.optimizer.stepped import SteppedPiece, SteppedSubGroup
 from zero.optimizer.stepping import GroupStepping
 from zero.sharding.flat_group import FlatGroup
 from zero.sharding.guard import NAME_ATTRIBUTE, REASON_ATTRIBUTE, guard
-from zero.sharding.layout import Piece
+from zero.sharding.layout import ParameterSpec, Piece
 from zero.tiers.stored import Stored
 
 
 def stepped_sub_groups(
-    group: FlatGroup, param_group_of: dict[nn.Parameter, int], stepping: GroupStepping
+    group: FlatGroup,
+    param_group_of: dict[nn.Parameter, int],
+    stepping: GroupStepping,
+    communicator: Communicator,
 ) -> tuple[SteppedSubGroup, ...]:
     """The pieces of the group that an optimizer steps, by sub-group. param_group_of: index of each
     parameter's param group.
     """
-    by = stepping.stepped_by
-    routes = None if by is None else route(group.layout, by, group.mesh.shards.rank)
-    return tuple(
-        _with_pieces(SteppedSubGroup(group, sub, stepping.rule, routes), param_group_of) for sub in group.subs
-    )
+    routes, ranks = _routes(group, stepping, communicator)
+    found = (SteppedSubGroup(group, sub, stepping.rule, routes, ranks) for sub in group.subs)
+    return tuple(_with_pieces(stepped, param_group_of) for stepped in found)
+
+
+def _routes(
+    group: FlatGroup, stepping: GroupStepping, communicator: Communicator
+) -> tuple[Routes | None, Group | None]:
+    """Where parameters are stepped whole, their routes and the ranks that these go between."""
+    if stepping.stepped_by is None:
+        return None, None
+    blocks, ranks = Blocks.undivided(group.layout), group.mesh.shards
+    if stepping.across:
+        blocks = blocks_of(communicator, group, stepping.across)
+        ranks = communicator.part(ranks_with_blocks(communicator, group, stepping.across))
+    return route(blocks, stepping.stepped_by, ranks.rank), ranks
 
 
 def _with_pieces(stepped: SteppedSubGroup, param_group_of: dict[nn.Parameter, int]) -> SteppedSubGroup:
@@ -59,8 +75,8 @@ def piece_of_master(stepped: SteppedSubGroup, piece: Piece) -> Tensor:
     the piece is a whole parameter, which exists only during a step."""
     master = stepped.record.master
     if isinstance(master, Stored) or stepped.routes is not None:
-        return shaped(torch.empty(stepped.numel, dtype=master.dtype, device="meta"), stepped.group, piece)
-    return shaped(master, stepped.group, piece)
+        return shaped(torch.empty(stepped.numel, dtype=master.dtype, device="meta"), stepped.specs, piece)
+    return shaped(master, stepped.specs, piece)
 
 
 def show(stepped: SteppedSubGroup, piece: SteppedPiece) -> None:
@@ -86,10 +102,10 @@ _ELSEWHERE = (
 )
 
 
-def shaped(flat: Tensor, group: FlatGroup, piece: Piece) -> Tensor:
+def shaped(flat: Tensor, specs: Sequence[ParameterSpec], piece: Piece) -> Tensor:
     """A piece of a sub-group's flat values, in the parameter's shape if it is the whole parameter."""
     part = flat[piece.shard_slice]
-    spec = group.layout.specs[piece.index]
+    spec = specs[piece.index]
     return (
         part.as_strided(spec.shape, spec.stride, part.storage_offset())
         if piece.length == spec.numel
@@ -100,7 +116,7 @@ def shaped(flat: Tensor, group: FlatGroup, piece: Piece) -> Tensor:
 def sliced(state: dict[str, Any], stepped: SteppedSubGroup, piece: Piece) -> dict[str, Any]:
     """A piece's part of a parameter's state: slices of what is element-wise, in the precision of the master,
     which is what the optimizer steps; copies of the rest."""
-    spec, master = stepped.group.layout.specs[piece.index], stepped.master
+    spec, master = stepped.specs[piece.index], stepped.master
     result = {}
     for key, value in state.items():
         if isinstance(value, Tensor) and value.shape == spec.shape and key != "step":

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from zero.communication.communicator import Communicator
 from zero.errors import OptimizerError
 from zero.optimizer.joint import name_of
-from zero.optimizer.parameter_exchange import ParameterExchange
+from zero.optimizer.parameter_exchange import ParameterExchange, join
 from zero.optimizer.pieces import bind, shaped, show
 from zero.optimizer.stepped import StepGradients, SteppedSubGroup, Turn
 from zero.optimizer.taken_over import own_step
@@ -55,15 +55,20 @@ class SelfStepping:
         self._gradients: dict[nn.Parameter, Tensor] = {}
         self._absent = StandIns(PieceGradient)
         self._meets = False  # whether this step has collectives
+        self._joins_blocks = False  # whether these are among ranks with the same data, too
         self._failure: Exception | None = None  # of this rank, until the ranks meet
 
     @in_range("update")
-    def run(self, optimizers: Sequence[Optimizer], turns: Sequence[Turn], scale: Tensor | None) -> None:
-        """Step these sub-groups. optimizers: those that have parameters of them."""
-        turns = [(stepped, have) for stepped, have in turns if stepped.routes is None or stepped.routes.total]
+    def run(
+        self, optimizers: Sequence[Optimizer], turns: Sequence[Turn], scale: Tensor | None, joins_blocks: bool
+    ) -> None:
+        """Step these sub-groups. optimizers: those that have parameters of them. joins_blocks: whether blocks
+        of parameters are put together, so that ranks with the same data meet, too."""
+        turns = [turn for turn in turns if _changes_any(*turn)]
         subs = [stepped for stepped, _ in turns]
         exchanged = [(stepped, have) for stepped, have in turns if stepped.routes is not None]
         self._meets = bool(exchanged)
+        self._joins_blocks = joins_blocks and self._check_gradients(exchanged)
         try:
             with self._alone():
                 self._make_room(exchanged, scale)
@@ -106,7 +111,7 @@ class SelfStepping:
                 wide = self._wide[stepped] = master.new_empty(stepped.numel)
             self.gradient_bytes += self._on_device(wide)
             for piece in stepped.pieces:
-                bind(piece, shaped(whole, stepped.group, piece.piece))
+                bind(piece, shaped(whole, stepped.specs, piece.piece))
         self._open_exchange([self._way_there(turn, scale) for turn in turns])
 
     def _way_there(self, turn: Turn, scale: Tensor | None) -> tuple[int, int]:
@@ -116,18 +121,24 @@ class SelfStepping:
         master = stepped.master
         ways: list[tuple[Values, Tensor | None]] = [(master, None), (have.slice.get(), scale)]
         sent = max(values.dtype.itemsize for values, _ in ways)
-        came = max(0 if self._is_direct(each, master, by) else each.dtype.itemsize for each, by in ways)
+        came = max(
+            0 if self._is_direct(stepped, each, master, by) else each.dtype.itemsize for each, by in ways
+        )
         return sent * sum(stepped.routes.given), came * stepped.routes.numel
 
     def _way_back(self, stepped: SteppedSubGroup) -> tuple[int, int]:
         """Bytes of the room in which stepped parameters go back."""
         assert stepped.routes is not None
         whole, numel = self._whole[stepped], sum(stepped.routes.given)
-        return whole.element_size() * numel, whole.nbytes - self._on_device(whole)
+        near = 0 if stepped.joins_blocks else self._on_device(whole)
+        return whole.element_size() * numel, whole.nbytes - near
 
-    def _is_direct(self, values: Values, target: Tensor, scale: Tensor | None) -> bool:
+    def _is_direct(
+        self, stepped: SteppedSubGroup, values: Values, target: Tensor, scale: Tensor | None
+    ) -> bool:
         """Whether values arrive where the optimizer has them, and as it has them."""
-        return target.device == self._accelerator.device and values.dtype is target.dtype and scale is None
+        there = target.device == self._accelerator.device and not stepped.joins_blocks
+        return there and values.dtype is target.dtype and scale is None
 
     def _arrive(self, stepped: SteppedSubGroup, have: StepGradients, scale: Tensor | None) -> None:
         """Bring what a sub-group is stepped with: its gradients, and the whole parameters if these are
@@ -154,22 +165,29 @@ class SelfStepping:
     def _give(self, stepped: SteppedSubGroup, have: StepGradients, gradient: Tensor) -> None:
         for piece in stepped.pieces:
             if piece.piece.index in have.used:
-                self._gradients[piece.parameter] = shaped(gradient, stepped.group, piece.piece)
+                self._gradients[piece.parameter] = shaped(gradient, stepped.specs, piece.piece)
 
     def _assemble(
         self, stepped: SteppedSubGroup, values: Values, target: Tensor, scale: Tensor | None
     ) -> None:
         """Fill `target` with whole parameters from all ranks' parts of them in `values`, times `scale`."""
-        assert stepped.routes is not None
-        parts = self._exchange.parts(stepped.routes, values.dtype)
+        routes, ranks = stepped.routes, stepped.ranks
+        assert routes is not None
+        assert ranks is not None
+        parts = self._exchange.parts(routes, values.dtype)
         with self._alone(), self._room("for the parts of", stepped):
-            self._exchange.cut(stepped.routes, values, parts)
-        direct = self._is_direct(values, target, scale)
-        whole = target if direct else self._exchange.whole(stepped.routes, values.dtype)
-        self._exchange.assemble(stepped.group, stepped.routes, parts, whole)
+            self._exchange.cut(routes, values, parts)
+        direct = self._is_direct(stepped, values, target, scale)
+        whole = target if direct else self._exchange.whole(routes, values.dtype)
+        self._exchange.assemble(stepped.group.unit, ranks, routes, parts, whole)
         if not direct:
             with self._alone(), self._room("for whole parameters of", stepped):
-                self._widen(target, whole, scale)
+                if not routes.joins_blocks:
+                    self._widen(target, whole, scale)
+                    return
+                join(whole, routes, target)
+                if scale is not None:
+                    target.mul_(scale.to(target.device))
 
     def _widen(self, target: Tensor, values: Tensor, scale: Tensor | None) -> None:
         if scale is None and values.dtype is target.dtype:
@@ -195,10 +213,24 @@ class SelfStepping:
         if not self._meets:
             return
         failed = self._communicator.agree(self._failure is not None)
+        if self._joins_blocks:
+            failed = self._communicator.on_any_alike("the step", failed)
         if self._failure is not None:
             raise self._failure
         if failed:
             raise OptimizerError(f"the step of {self._names} failed on another rank, whose error says why")
+
+    def _check_gradients(self, turns: Sequence[Turn]) -> bool:
+        """Whether any parameters that are put together from blocks have gradients. Collective. Raises
+        RankMismatchError if ranks with the same data have gradients of different ones."""
+        having = [
+            stepped.group.names[index]
+            for stepped, have in turns
+            if stepped.joins_blocks
+            for index in sorted(have.used)
+        ]
+        self._communicator.check_alike(lambda: {"which parameters have gradients": having})
+        return bool(having)
 
     def _open_exchange(self, sizes: Sequence[tuple[int, int]]) -> None:
         nbytes = sum(max(each) for each in zip(*sizes, strict=True))
@@ -231,7 +263,7 @@ class SelfStepping:
         for stepped in subs:
             values = self._whole.get(stepped, stepped.master)
             for piece in stepped.pieces:
-                place = shaped(values, stepped.group, piece.piece)
+                place = shaped(values, stepped.specs, piece.piece)
                 if piece.parameter.data_ptr() != place.data_ptr():
                     place.copy_(piece.parameter.detach())
                     bind(piece, place)
@@ -243,9 +275,11 @@ class SelfStepping:
 
     def _leave(self, stepped: SteppedSubGroup) -> None:
         """Send stepped whole parameters back to the ranks' masters."""
-        assert stepped.routes is not None
-        master = stepped.master
-        self._exchange.take_apart(stepped.group, stepped.routes, self._whole[stepped], master)
+        routes, ranks = stepped.routes, stepped.ranks
+        assert routes is not None
+        assert ranks is not None
+        whole, master = self._whole[stepped], stepped.master
+        self._exchange.take_apart(stepped.group.unit, ranks, routes, whole, master)
 
     def _on_device(self, values: Tensor) -> int:
         return values.nbytes if values.device == self._accelerator.device else 0
@@ -263,3 +297,10 @@ class SelfStepping:
                 piece.parameter.grad = None
                 if stepped.routes is not None:
                     show(stepped, piece)
+
+
+def _changes_any(stepped: SteppedSubGroup, have: StepGradients) -> bool:
+    """Whether a step changes any of a sub-group's parameters: so on all ranks that have parts of them."""
+    if stepped.joins_blocks and not have.used:
+        return False
+    return stepped.routes is None or bool(stepped.routes.total)

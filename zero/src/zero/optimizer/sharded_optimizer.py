@@ -73,7 +73,10 @@ class ShardedOptimizer:
         self._served = [each for each in members(optimizer) if rule_for(each) is not None]
         unserved = [each for each in members(optimizer) if rule_for(each) is None]
         self.self_stepping = SelfStepping(unserved, stores, communicator, tracer)
-        self.subs_of = {group: stepped_sub_groups(group, param_group_of, stepping[group]) for group in groups}
+        self.subs_of = {
+            group: stepped_sub_groups(group, param_group_of, stepping[group], communicator)
+            for group in groups
+        }
         self.subs = [stepped for subs in self.subs_of.values() for stepped in subs]
         rules = [(p, stepping[group].rule) for group in groups for p in group.parameters]
         self._rules = {
@@ -100,12 +103,21 @@ class ShardedOptimizer:
         all."""
         if optimizer is self.optimizer:
             return gradients
-        groups = self.optimizer.param_groups
-        owned = {
-            index for index, group in enumerate(groups) if any(group is g for g in optimizer.param_groups)
-        }
+        owned = self._owned(optimizer)
         parts = (_Part(have, self._indices_of(have.group, owned)) for have in gradients)
         return [part for part in parts if part.used]
+
+    def _owned(self, *optimizers: Optimizer) -> set[int]:
+        """The indices of the param_groups that these optimizers have."""
+        theirs = {id(group) for each in optimizers for group in each.param_groups}
+        return {index for index, group in enumerate(self.optimizer.param_groups) if id(group) in theirs}
+
+    def _join_blocks(self, optimizers: Sequence[Optimizer]) -> bool:
+        """Whether any of these steps parameters that are put together from blocks: so on all ranks whose
+        models are alike."""
+        joined = [group for group, subs in self.subs_of.items() if any(s.joins_blocks for s in subs)]
+        owned = self._owned(*optimizers) if joined else set()
+        return any(self._indices_of(group, owned) for group in joined)
 
     def _indices_of(self, group: FlatGroup, owned: Container[int]) -> set[int]:
         """The parameters of a group, by index, that are in these param_groups."""
@@ -158,7 +170,7 @@ class ShardedOptimizer:
         self.held_back = bool(unserved) and skip is not None and bool(skip)
         if unserved and not self.held_back:
             mine = [(stepped, have) for stepped, have in turns if stepped.rule is None]
-            self.self_stepping.run(unserved, mine, scale)
+            self.self_stepping.run(unserved, mine, scale, self._join_blocks(unserved))
             self.installed.snapshot(stepped for stepped, _ in mine)
             self._having_state.update(unserved)
         served = [(stepped, have) for stepped, have in turns if stepped.rule is not None]

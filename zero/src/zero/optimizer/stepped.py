@@ -9,11 +9,12 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
+from accelz import Group
 from zero.optimizer.kernel_rules import Rule
 from zero.optimizer.routes import Routes
 from zero.sharding.alterations import versions_of
 from zero.sharding.flat_group import FlatGroup
-from zero.sharding.layout import Piece
+from zero.sharding.layout import ParameterSpec, Piece
 from zero.sharding.sub_group import SubGroup
 from zero.tiers.record import Record
 from zero.tiers.values import Values
@@ -62,15 +63,16 @@ class SteppedSubGroup:
     """A sub-group of `group` with this rank's pieces.
 
     rule: of the kernel that steps it; None where the user's optimizer does. routes: where pieces are whole
-    parameters, put together for a step; the sub-group is then the whole shard. turns: steps that it took part
-    in. steps: only where a kernel serves, (pieces,) fp32, each piece's own number of steps; beside the record
-    or, if that is on disk, on the host.
+    parameters, put together for a step; the sub-group is then the whole shard. ranks: that these go between.
+    turns: steps that it took part in. steps: only where a kernel serves, (pieces,) fp32, each piece's own
+    number of steps; beside the record or, if that is on disk, on the host.
     """
 
     group: FlatGroup
     sub: SubGroup
     rule: Rule | None
     routes: Routes | None = None
+    ranks: Group | None = None
     pieces: list[SteppedPiece] = field(default_factory=list)
     turns: int = 0
     steps: Tensor = field(init=False)
@@ -79,6 +81,16 @@ class SteppedSubGroup:
     def numel(self) -> int:
         """Elements that this rank steps."""
         return self.sub.numel if self.routes is None else self.routes.numel
+
+    @property
+    def specs(self) -> tuple[ParameterSpec, ...]:
+        """The group's parameters as they are stepped."""
+        return self.group.layout.specs if self.routes is None else self.routes.specs
+
+    @property
+    def joins_blocks(self) -> bool:
+        """Whether blocks of the parameters are put together for a step."""
+        return self.routes is not None and self.routes.joins_blocks
 
     @property
     def record(self) -> Record:

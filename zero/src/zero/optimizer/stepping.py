@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 from torch.optim import Optimizer
@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from zero.config.training import Config
 from zero.optimizer.joint import members
 from zero.optimizer.kernel_rules import RULES, SERVED, Rule, rule_for
+from zero.sharding.distributed import divided_along
 
 LOOKS_AT_MATRICES = {"Adafactor", "Muon"}
 
@@ -18,25 +19,34 @@ LOOKS_AT_MATRICES = {"Adafactor", "Muon"}
 @dataclass(frozen=True)
 class Stepping:
     """How a parameter is stepped. rule: of the kernel; None where its optimizer steps it. whole: whether the
-    whole parameter is stepped, even where ranks have slices of it."""
+    whole parameter is stepped, even where ranks have slices of it. across: dimensions of the job's mesh along
+    which ranks have blocks of it, which are put together for that."""
 
     rule: Rule | None = None
     whole: bool = False
+    across: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
 class GroupStepping:
     """How a group is stepped. rule: of the kernel, if one serves. stepped_by: the rank that steps each
-    parameter whole; None where every rank steps what it has."""
+    parameter whole, of those that have its slices and blocks; None where every rank steps what it has.
+    across: see `Stepping`."""
 
     rule: Rule | None
     stepped_by: tuple[int, ...] | None = None
+    across: frozenset[str] = frozenset()
 
 
 def steppings(optimizer: Optimizer, config: Config) -> dict[nn.Parameter, Stepping]:
     """How each parameter of the optimizer, or of one of several, is stepped."""
-    ways = zip(optimizer.param_groups, of_param_groups(optimizer, config), strict=True)
-    return {parameter: way for group, way in ways for parameter in group["params"]}
+    found = {}
+    for each in members(optimizer):
+        way, needs_whole = _of(each, config), _needs_whole(each, config)
+        for parameter in (p for group in each.param_groups for p in group["params"]):
+            across = frozenset(divided_along(parameter) if needs_whole else ())
+            found[parameter] = replace(way, whole=True, across=across) if across else way
+    return found
 
 
 def of_param_groups(optimizer: Optimizer, config: Config) -> list[Stepping]:
@@ -61,9 +71,14 @@ def _of(optimizer: Optimizer, config: Config) -> Stepping:
     rule = rule_for(optimizer)
     if rule is not None:
         return Stepping(rule.keeping(config.moments))
-    if config.stage == 0 or config.whole_parameters is False:
-        return Stepping()
-    return Stepping(whole=bool(config.whole_parameters) or not goes_by_element(optimizer))
+    return Stepping(whole=config.stage > 0 and _needs_whole(optimizer, config))
+
+
+def _needs_whole(optimizer: Optimizer, config: Config) -> bool:
+    """Whether an optimizer must be given whole parameters."""
+    if rule_for(optimizer) is not None or config.whole_parameters is False:
+        return False
+    return bool(config.whole_parameters) or not goes_by_element(optimizer)
 
 
 def goes_by_element(optimizer: Optimizer) -> bool:

@@ -205,7 +205,7 @@ class UnitPlanner:
         loads: dict[Tier, dict[int, float]] = defaultdict(lambda: defaultdict(float))
         for group in (group for draft in drafts for group in draft.groups):
             for (_, p), rank in zip(group.named, group.stepped_by or (), strict=False):
-                loads[_record_tier(group)][rank] += local_of(p).numel() * (IN_A_STEP + moments[p])
+                loads[_record_tier(group)][rank] += _stepped_numel(group, p) * (IN_A_STEP + moments[p])
         self._busiest = {tier: max(load, key=lambda rank: load[rank]) for tier, load in loads.items()}
 
     def unit(self, draft: UnitDraft) -> PlannedUnit:
@@ -292,10 +292,14 @@ class UnitPlanner:
         busiest = self._busiest[_record_tier(draft)]
         parameters = [parameter for _, parameter in draft.named]
         mine = [p for p, rank in zip(parameters, draft.stepped_by, strict=True) if rank == busiest]
-        state = sum(math.ceil(local_of(p).numel() * self._moments[p]) for p in mine)
-        return Stepped(
-            sum(local_of(p).numel() for p in mine), state, sum(local_of(p).numel() for p in parameters)
-        )
+        state = sum(math.ceil(_stepped_numel(draft, p) * self._moments[p]) for p in mine)
+        each, every = ([_stepped_numel(draft, p) for p in some] for some in (mine, parameters))
+        return Stepped(sum(each), state, sum(every))
+
+
+def _stepped_numel(draft: GroupDraft, parameter: nn.Parameter) -> int:
+    """Elements of a parameter that is stepped whole."""
+    return (parameter if draft.kind.stepping.across else local_of(parameter)).numel()
 
 
 def _record_tier(draft: GroupDraft) -> Tier:

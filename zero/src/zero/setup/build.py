@@ -31,6 +31,7 @@ from zero.integrity import Integrity
 from zero.memory.balance import AutoPlacementPolicy
 from zero.memory.memory_tracer import MemoryTracer
 from zero.memory.placement_policy import StaticPlacementPolicy
+from zero.optimizer.blocks import ranks_with_blocks
 from zero.optimizer.checks import check_optimizer
 from zero.optimizer.hyper_parameters import scheduled
 from zero.optimizer.joint import joint, members
@@ -41,6 +42,7 @@ from zero.optimizer.stepping import GroupStepping, Stepping, steppings, ways_of
 from zero.optimizer.taken_over import let_go, take_over
 from zero.setup.no_sync import offer_no_sync
 from zero.setup.regroup import regrouped
+from zero.sharding.distributed import blocks_of
 from zero.sharding.flat_group import FlatGroup
 from zero.sharding.lifetime import weakly
 from zero.sharding.moves import guard_moves
@@ -109,7 +111,7 @@ def _attach(engine: Engine, sharded: Sharded, optimizer: Optimizer | Sequence[Op
     check_offload(model, optimizer, config)
     check_first_states(optimizer, model, config, sharded.communicator)
     ways = steppings(optimizer, config)
-    check_blocks(model, optimizer, config)
+    check_blocks(model, optimizer, config, sharded.communicator.grid.told)
     _check_same(sharded, optimizer, param_group_of)
     if before or any(len(ways_of(group.parameters, ways)) > 1 for group in sharded.trainable):
         stores = Stores(sharded.stores.accelerator, config.offload, sharded.stores.transfers)
@@ -141,10 +143,15 @@ def _stepping(
 ) -> dict[FlatGroup, GroupStepping]:
     """How groups are stepped that are there already, each in one way."""
     kinds = {group: next(iter(ways_of(group.parameters, ways)), Stepping()) for group in groups}
-    whole = [group for group, way in kinds.items() if way.whole and group.shards > 1]
-    by = share_out((p, p.numel(), group.shards) for group in whole for p in group.parameters)
+    parts = [
+        (p, group.shards * blocks_of(p) if way.across else group.shards)
+        for group, way in kinds.items()
+        if way.whole
+        for p in group.parameters
+    ]
+    by = share_out((p, p.numel(), count) for p, count in parts if count > 1)
     return {
-        group: GroupStepping(way.rule, tuple(by[p] for p in group.parameters if p in by) or None)
+        group: GroupStepping(way.rule, tuple(by[p] for p in group.parameters if p in by) or None, way.across)
         for group, way in kinds.items()
     }
 
@@ -164,6 +171,8 @@ def _parts(
     loss_scale = LossScale.of(config, accelerator)
     skipped_steps = None if loss_scale is None else SkippedSteps(loss_scale, accelerator, communicator)
     factor = GradientFactor(config, communicator, loss_scale, accelerator)
+    joined = [(group, way.across) for group, way in stepper.stepping.items() if way.across]
+    communicator.make_parts(ranks_with_blocks(communicator, group, across) for group, across in joined)
     sharded_optimizer = ShardedOptimizer(
         optimizer,
         sharded.trainable,

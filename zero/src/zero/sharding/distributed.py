@@ -7,9 +7,10 @@ tensor. The parameter around it keeps its identity, its shape and, of a DTensor,
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Set
-from itertools import pairwise
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from itertools import pairwise, product
 from typing import Any, cast
 
 import torch
@@ -156,31 +157,59 @@ def block_of(parameter: nn.Parameter, whole: Tensor) -> Tensor:
     given: Any = parameter
     if is_distributed(whole):
         return cast(Tensor, cast(Any, whole)._local_tensor)
-    return _split(given, whole, range(given.dim()))
+    return _split(given, whole, range(given.dim()), given.device_mesh.get_coordinate())
 
 
 def region_of(parameter: nn.Parameter) -> Region | None:
     """This rank's block, as the indices of the whole parameter that it has; None if it has all."""
     if not divided_along(parameter):
         return None
-    return Region(tuple(_runs(parameter, dim, size) for dim, size in enumerate(parameter.shape)))
+    return _region_at(parameter, cast(Any, parameter).device_mesh.get_coordinate())
 
 
-def _runs(parameter: Any, dim: int, size: int) -> tuple[Run, ...]:
-    """The indices that this rank has in one dimension."""
+def blocks_of(parameter: nn.Parameter) -> int:
+    """How many blocks a parameter is divided into."""
+    if not is_distributed(parameter):
+        return 1
+    given: Any = parameter
+    placed = zip(given.device_mesh.mesh.shape, given.placements, strict=True)
+    return math.prod(size for size, placement in placed if not placement.is_replicate())
+
+
+def regions_beside(parameter: nn.Parameter) -> dict[int, Region]:
+    """The blocks of the ranks that differ from this one only in dimensions along which a DTensor is divided,
+    by their numbers among all that were started."""
+    given: Any = parameter
+    mesh, mine = given.device_mesh, given.device_mesh.get_coordinate()
+    places = product(
+        *(
+            [mine[dim]] if placement.is_replicate() else range(size)
+            for dim, (size, placement) in enumerate(zip(mesh.mesh.shape, given.placements, strict=True))
+        )
+    )
+    return {int(mesh.mesh[place]): _region_at(parameter, place) for place in places}
+
+
+def _region_at(parameter: Any, place: Sequence[int]) -> Region:
+    return Region(tuple(_runs(parameter, dim, size, place) for dim, size in enumerate(parameter.shape)))
+
+
+def _runs(parameter: Any, dim: int, size: int, place: Sequence[int]) -> tuple[Run, ...]:
+    """The indices that the rank at a place of a DTensor's mesh has in one dimension."""
     shape = [-1 if each == dim else 1 for each in range(parameter.dim())]
-    found = _split(parameter, torch.arange(size, device=HOST).view(shape), (dim,)).flatten()
+    found = _split(parameter, torch.arange(size, device=HOST).view(shape), (dim,), place).flatten()
     ends = [0, *(torch.nonzero(found.diff() != 1).flatten() + 1).tolist(), len(found)]
     return tuple(Run(int(found[first]), end - first) for first, end in pairwise(ends) if end > first)
 
 
-def _split(parameter: Any, whole: Tensor, dims: Collection[int]) -> Tensor:
-    """This rank's block of a whole tensor that is divided only in some dimensions."""
+def _split(parameter: Any, whole: Tensor, dims: Collection[int], place: Sequence[int]) -> Tensor:
+    """The block of a whole tensor, which is divided only in some dimensions, at a place of a DTensor's
+    mesh."""
     for at, placement in enumerate(parameter.placements):
         if not placement.is_replicate() and placement.dim in dims:
             mesh = parameter.device_mesh
             parts = placement._split_tensor(whole, mesh.size(at), with_padding=False, contiguous=False)[0]
-            whole = parts[mesh.get_local_rank(at)]
+            whole = parts[place[at]]
     return whole
 
 

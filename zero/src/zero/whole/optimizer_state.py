@@ -13,11 +13,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from accelz import Group
 from zero.files.dtypes import TORCH, name_of
 from zero.optimizer.piece_state import in_memory_order, is_elementwise
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
 from zero.optimizer.stepped import SteppedPiece
 from zero.optimizer.wrapped_state import inner_tensors, is_wrapper
+from zero.sharding.distributed import block_of
 from zero.sharding.flat_group import FlatGroup
 from zero.sharding.sharded_unit import ShardedUnit
 from zero.tiers.stored import Stored
@@ -37,7 +39,7 @@ class OptimizerState:
     def of(self, name: str) -> dict[str, Tensor]:
         """The state of one parameter, whole, on every rank's device."""
         unit, group, index = self._full_parameters.locate(name)
-        if group not in self._subs_of or not group.layout.specs[index].numel:
+        if group not in self._subs_of or not self._subs_of[group][0].specs[index].numel:
             return {}
         with self._full_parameters.communicator.together(), group.room_for_whole(torch.float32):
             if self._is_whole(group):
@@ -63,20 +65,37 @@ class OptimizerState:
         state: dict[str, Any] = next((self._state.get(piece.parameter, {}) for piece in pieces), {})
         mine = {key: value for name, kept in state.items() for key, value in _tensors(name, kept)}
         mine |= _from_codes(state)
-        forms = communicator.all_gather_object(
-            {key: [list(value.shape), name_of(value.dtype, key)] for key, value in mine.items()}
+        ranks, source, forms = self._source(
+            group, {key: [list(value.shape), name_of(value.dtype, key)] for key, value in mine.items()}
         )
-        members = group.mesh.members
-        source = max(range(len(members)), key=lambda rank: len(forms[members[rank]]))
         found = {}
-        for key, (shape, dtype) in forms[members[source]].items():
+        for key, (shape, dtype) in forms.items():
             value = torch.zeros(shape, dtype=TORCH[dtype], device=group.home.data.device)
             if key in mine:
                 value.copy_(mine[key])
-            if group.shards > 1:
-                communicator.broadcast(unit.name, value.view(-1).view(torch.uint8), source, group.mesh.data)
-            found[key] = value
+            if ranks is not None:
+                communicator.broadcast(unit.name, value.view(-1).view(torch.uint8), source, ranks)
+            found[key] = self._block(group, index, value)
         return found
+
+    def _source(self, group: FlatGroup, mine: dict[str, Any]) -> tuple[Group | None, int, dict[str, Any]]:
+        """Which ranks one of them gives a parameter's state to, its number there, and what it has; None where
+        all have it. mine: what this one has."""
+        communicator, stepped = self._full_parameters.communicator, self._subs_of[group][0]
+        if stepped.joins_blocks:
+            assert stepped.ranks is not None
+            told = communicator.all_gather_alike([stepped.ranks.rank, mine])  # several may have it: copies
+            source, forms = max(told, key=lambda each: len(each[1]))
+            return stepped.ranks, source, forms
+        every, members = communicator.all_gather_object(mine), group.mesh.members
+        source = max(range(len(members)), key=lambda rank: len(every[members[rank]]))
+        return group.mesh.data if group.shards > 1 else None, source, every[members[source]]
+
+    def _block(self, group: FlatGroup, index: int, value: Tensor) -> Tensor:
+        """Of a value for each element, those of this rank's block."""
+        parameter = group.parameters[index]
+        joins_blocks = self._subs_of[group][0].joins_blocks and value.shape == parameter.shape
+        return block_of(parameter, value).clone() if joins_blocks else value
 
     def _keys(self, group: FlatGroup, index: int) -> dict[str, tuple[Kind, str]]:
         """The state tensors of a parameter with the names of their dtypes, agreed on by the ranks, since one
