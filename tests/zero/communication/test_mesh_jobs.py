@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-import accelz
 import zero
 from accelz.conformance.cluster import Clusters, Context
 from tests.zero.helpers.loops import train_on
@@ -457,35 +456,3 @@ def test_undeclared_experts_are_told(cluster: Clusters) -> None:
     assert "local_modules={'blocks.*.experts': 'ep'}" in said
     assert "expert parallelism" in said
     assert [len(each) for each in others] == [1, 1, 1]
-
-
-def named_body(context: Context) -> str:
-    """A rank of another stage raises instead of stepping."""
-    mesh = mesh_of(("pp", 2), ("dp", 2))
-    model = Stage(mesh.get_local_rank("pp"))
-    config = zero.Config(timeout=2, clip_norm=CLIP, local_modules={"*": "pp"})
-    engine = zero.initialize(model, sgd(model), config, mesh=mesh, data_dims="dp")
-    engine.backward(model(tokens(0, engine.rank).to(engine.device)))
-    return "" if context.rank == 3 else refused(engine.step)
-
-
-def absent_body(context: Context) -> str:
-    """A rank is missed that has the same data."""
-    mesh = mesh_of(("pp", 2), ("tp", 2), ("dp", 1))
-    model = Stage(mesh.get_local_rank("pp"))
-    config = zero.Config(timeout=2, local_modules={"*": "pp"})
-    communicator = zero.initialize(model, sgd(model), config, mesh=mesh, data_dims="dp")._communicator
-    both = communicator.alike
-    sums = torch.zeros(1, device=accelz.current().device)
-    return "" if context.rank == 3 else refused(lambda: communicator.all_reduce("norms", sums, both).wait())
-
-
-def test_failures_are_named_by_coordinates(disposable: Clusters) -> None:
-    ranks = disposable(RANKS)
-    said = ranks.run(absent_body, limit=60)
-    assert said[:2] == ["", ""]
-    assert "rank(s) 3 (pp 1, tp 1, dp 0) did not answer" in said[2]
-    said = ranks.run(named_body, limit=60)
-    for each in said[:3]:
-        assert each.startswith("CommunicationError: rank "), each
-        assert "3 (pp 1, dp 1)" in each

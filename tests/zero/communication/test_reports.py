@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import suppress
 from typing import Any
 
@@ -111,6 +112,22 @@ def test_a_rank_that_has_gone_on_waits_no_longer_where_it_did() -> None:
         there.look()
         assert here.places([1], 7) == {1: "save_checkpoint('b')"}
     assert here.places([1], 7) == {}
+
+
+def test_a_failure_is_logged_by_ranks_that_wait_for_others(caplog: pytest.LogCaptureFixture) -> None:
+    """Once, with the first of the failures, long before the wait itself fails."""
+    store = bounded(HashStore(), 10.0)
+    groups = [Group(rank, 3, 60.0, store, None) for rank in range(3)]  # type: ignore[arg-type]
+    waits = Waits(groups[0], "line", [])
+    for rank in (2, 1):
+        mine = Failure(rank, NAMES[rank], 0.1, f"cause {rank}")
+        Reports(groups[rank], "line").exchange({}, mine, among=())
+    waits.begin(7, "exchange of norms").began -= waits.patience / 2  # the process's thread may look, too
+    waits.look()
+    waits.look()
+    (told,) = {record.getMessage() for record in caplog.records}
+    assert re.match(r"rank 0 has waited [78] s in collective 7, exchange of norms: rank 2 has failed: ", told)
+    assert "collective 2, all_gather of unit 'b', after 0.1 s: cause 2. It will fail after 60 s" in told
 
 
 class Lost(HashStore):

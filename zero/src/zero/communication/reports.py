@@ -132,6 +132,8 @@ class Reports:
             turn = store.add(f"{self._key}/reports", 1)
             report = [turn, list(log.items()), failure and asdict(failure), self.notes]
             store.set(f"{self._key}/{self._group.rank}", json.dumps(report))
+            if turn == 1:
+                store.set(f"{self._key}/first", str(self._group.rank))
 
     def _origin(self, mine: Failure, reports: Mapping[int, Report]) -> tuple[int, Failure] | None:
         """Return the rank that failed first and its failure, if it is another and tells more than `mine`.
@@ -193,6 +195,20 @@ class Reports:
 
     def _names(self, ranks: Sequence[int]) -> str:
         return names(ranks, self._name)
+
+
+def first_report(group: Group, key: str, name: Callable[[int], str]) -> str:
+    """What the first report about an engine says, whichever rank's it is; "" while there is none. For the
+    arguments see `Reports`."""
+    store = hurried(group)
+    if not store.check([f"{key}/first"]):
+        return ""
+    rank = int(store.get(f"{key}/first"))
+    failure = _parse(store.get(f"{key}/{rank}")).failure
+    what = (
+        "the ranks' collectives differ" if failure is None else f"collective {failure.number}, {failure.text}"
+    )
+    return f"rank {name(rank)} has failed: {what}" + (f", {failure}" if failure else "")
 
 
 def hurried(group: Group) -> BoundedStore:

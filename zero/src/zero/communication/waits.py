@@ -2,7 +2,8 @@
 
 The waits of a process's engines are looked at now and then. One that lasts is logged, together with the first
 collective in which the ranks differ, or the ranks that do not wait. For that, ranks that wait long publish
-their logs in the group's store; rank 0 reads those of all, and the others rank 0's.
+their logs in the group's store; rank 0 reads those of all, and the others rank 0's. A failure that any rank
+of the job has reported is logged at once: that rank may go on, and be of those with other data or layers.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from threading import get_ident
 from accelz import Group
 from accelz.ranks.bounded_store import HostSilentError
 from zero.communication.lookout import LONGEST, keep_looking
-from zero.communication.reports import Log, difference, elsewhere, hurried, names
+from zero.communication.reports import Log, difference, elsewhere, first_report, hurried, names
 
 _COLLECTIVE = "collective"  # so begins the place of a wait in one
 
@@ -66,6 +67,7 @@ class Waits:
         self._group = group
         self._first = alike[0]
         self._name = name
+        self._reports = key
         self._key = f"{key}/waiting"
         self._log = log
         self._read_from = alike if group.rank == alike[0] else alike[:1]
@@ -134,10 +136,14 @@ class Waits:
         """Publish and log what has lasted. Called by another thread."""
         for wait in tuple(self._waits.values()):
             seconds = time.monotonic() - wait.began
-            if seconds < self.patience or wait.explained:
+            if seconds < self.patience / 4 or wait.explained:
                 continue
             try:
-                self._look_at(wait, seconds)
+                if failed := first_report(self._group, self._reports, self._name):
+                    self._tell(wait, seconds, failed)
+                    wait.told = wait.explained = True
+                elif seconds >= self.patience:
+                    self._look_at(wait, seconds)
             except HostSilentError as error:
                 if not wait.told:
                     self._tell(wait, seconds, str(error))
