@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -697,13 +696,13 @@ class Engine:
         known: dict[str, Any] = {"memory": self._tracer.now(), "ranks": self.world_size}
         if not isinstance(rate, Tensor):
             known["learning_rate"] = rate
-        totals = {
-            "calls": Counter(traffic.calls),
-            "bytes": Counter(traffic.bytes),
-            "units": Counter(traffic.units),
+        totals: dict[str, Mapping[str, float]] = {
+            "calls": dict(traffic.calls),
+            "bytes": dict(traffic.bytes),
+            "units": dict(traffic.units),
             "moved": self._boundary.stores.moved,
             "busy": self._boundary.stores.busy,
-            "waited": Counter({"waited": self._communicator.waited}),
+            "waited": {"waited": self._communicator.waited},
         }
         return Facts(known, totals, {name: n for name, n in numbers.items() if n is not None})
 

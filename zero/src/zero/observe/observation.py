@@ -9,7 +9,7 @@ from __future__ import annotations
 import atexit
 import itertools
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
@@ -47,7 +47,7 @@ class Facts:
     grows, by field of `Step`; an observer is told the difference."""
 
     known: Mapping[str, Any]
-    totals: dict[str, Counter[str]]
+    totals: dict[str, Mapping[str, float]]
     on_device: dict[str, Tensor]
 
 
@@ -83,7 +83,7 @@ class Observation:
         self._over: _Ended | None = None  # until the next begins: the program may log what belongs to it
         self._untold: deque[_Ended] = deque()
         self._events: deque[Event] = deque()  # appended to by any thread
-        self._totals: dict[str, Counter[str]] = {}
+        self._totals: dict[str, Mapping[str, float]] = {}
 
     # -- for the engine ---------------------------------------------------------------------------------
 
@@ -213,15 +213,14 @@ class Observation:
         over, self._over = self._over, None
         if over is None:
             return
-        logged = {name: v for name, v in over.logged.items() if any(isinstance(each, Tensor) for each in v)}
-        with torch.no_grad():
-            found = {name: _mean(name, values) for name, values in logged.items()} | over.facts.on_device
-            numbers = [
-                each.reshape(()).to(self._accelerator.device, torch.float32) for each in found.values()
-            ]
-            if numbers:
-                over.host = self._accelerator.memory.empty_host((len(numbers),), torch.float32)
-                over.host.copy_(torch.stack(numbers), non_blocking=True)
+        found = dict(over.facts.on_device)
+        for name, values in over.logged.items():
+            if any(isinstance(each, Tensor) for each in values):
+                found[name] = _mean(name, values)
+        if found:
+            numbers = torch.stack([_number(each, self._accelerator.device) for each in found.values()])
+            over.host = self._accelerator.memory.empty_host(numbers.shape, torch.float32)
+            over.host.copy_(numbers, non_blocking=True)
         over.names = tuple(found)
         over.arrived = self._now()
         self._untold.append(over)
@@ -248,7 +247,7 @@ class Observation:
         for (name, begin), (_, end) in itertools.pairwise(over.marks):
             phases[name] = phases.get(name, 0.0) + end.seconds_since(begin)
         before, self._totals = self._totals, over.facts.totals
-        found = rates(over.transfers)
+        found = rates(over.transfers) if over.transfers else {}
         growth: dict[str, Any] = {kind: _growth(n, before[kind]) for kind, n in over.facts.totals.items()}
         known = {name: arrived.pop(name) for name in over.facts.on_device}
         known["skipped"] = known.get("skipped", 0) > 0
@@ -298,9 +297,21 @@ def _mean(name: str, values: list[Any]) -> Any:
     return total if name == "tokens" or len(values) == 1 else total / len(values)
 
 
-def _growth(now: Counter[str], before: Counter[str]) -> dict[str, Any]:
+def _number(value: Tensor, device: torch.device) -> Tensor:
+    """The 0-dim fp32 tensor on the device for a tensor of one element."""
+    if (
+        value.ndim == 0
+        and value.dtype is torch.float32
+        and value.device == device
+        and not value.requires_grad
+    ):
+        return value  # as are most: nothing is called
+    return value.detach().reshape(()).to(device, torch.float32)
+
+
+def _growth(now: Mapping[str, float], before: Mapping[str, float]) -> dict[str, Any]:
     """What has been added since; all of it, where the program has cleared what there was."""
-    return {name: n - before[name] if n >= before[name] else n for name, n in now.items()}
+    return {name: n - earlier if n >= (earlier := before.get(name, 0)) else n for name, n in now.items()}
 
 
 @contextmanager

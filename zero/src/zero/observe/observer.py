@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 Numbers = Mapping[str, float]
 
@@ -59,7 +60,7 @@ class Step:
     units: Mapping[str, int] = field(default_factory=dict)
     rates: Numbers = field(default_factory=dict)
 
-    @property
+    @cached_property
     def seconds(self) -> float:
         """From the end of the step before to the end of this one, without evaluations and checkpoints."""
         return sum(s for phase, s in self.phases.items() if phase not in ("evaluation", "checkpoint"))

@@ -65,9 +65,10 @@ class Stores:
     @property
     def moved(self) -> Counter[str]:
         """Bytes moved between tiers so far, such as "to host" or "from disk"."""
-        files = self._swap_files.values()
-        read, written = sum(f.bytes_read for f in files), sum(f.bytes_written for f in files)
-        return self._copied + Counter({"from disk": read, "to disk": written})
+        found = self._copied.copy()
+        for file in self._swap_files.values():
+            found += Counter({"from disk": file.bytes_read, "to disk": file.bytes_written})
+        return found
 
     @property
     def busy(self) -> Counter[str]:

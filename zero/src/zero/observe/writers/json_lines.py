@@ -7,11 +7,13 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
+from io import FileIO
 from math import inf, isfinite
 from pathlib import Path
-from typing import TextIO
 
 from zero.observe.observer import Event, Observer, Run, Step
+
+_FINITE = json.JSONEncoder(allow_nan=False)
 
 
 class JsonLines(Observer):
@@ -26,7 +28,7 @@ class JsonLines(Observer):
 
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)
-        self._file: TextIO | None = None
+        self._file: FileIO | None = None
         self._run: Run | None = None
         self._units: Mapping[str, int] = {}
 
@@ -54,11 +56,14 @@ class JsonLines(Observer):
             run, self._run = asdict(self._run), None
             self._drop_from(step)
             self._write({"event": "begin", "step": step - 1, "time": time.time(), **run}, step)
-        finite = {k: None if isinstance(v, float) and not isfinite(v) else v for k, v in line.items()}
+        try:
+            text = _FINITE.encode(line)
+        except ValueError:
+            finite = {k: None if isinstance(v, float) and not isfinite(v) else v for k, v in line.items()}
+            text = json.dumps(finite)
         if self._file is None:
-            # A line is there as soon as it is written.
-            self._file = self._path.open("a", buffering=1, encoding="utf-8")
-        self._file.write(json.dumps(finite) + "\n")
+            self._file = self._path.open("ab", buffering=0)  # a line is there as soon as it is written
+        self._file.write(f"{text}\n".encode())
 
     def _drop_from(self, step: int) -> None:
         self.close()
