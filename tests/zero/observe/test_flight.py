@@ -22,16 +22,15 @@ import zero
 from accelz.conformance.cluster import Context
 from tests.zero.helpers.commands import run
 from tests.zero.helpers.failing import TIMEOUT, Ranks
+from tests.zero.helpers.flights import GATHER, flight
 from tests.zero.helpers.loops import train_on
 from tests.zero.helpers.paths import decaying, fresh, straight
 from tests.zero.helpers.waiting import wait_until
 from zero.communication.communicator import NamedHandle
 from zero.communication.failures import Issued
-from zero.observe.flight_file import Collective, Flight, Issuing, path_of, read
+from zero.observe.flight_file import Flight, path_of, read
 from zero.observe.flight_recorder import FlightRecorder
 from zero.observe.hang import explain, table
-
-GATHER = "all_gather of unit 'blocks.3' (64 x float32)"
 
 
 def copy_when_all_are_there(folder: Path, to: Path) -> None:
@@ -93,17 +92,6 @@ def test_a_hang_is_explained_in_one_sentence(disposable: Ranks, tmp_path: Path) 
         assert {"done"} < {each.state for each in mine.collectives}
     assert {flight.reason for flight in read(tmp_path / "signalled")} >= {"SIGUSR1"}
     assert "SIGUSR1" not in {flight.reason for flight in read(folder)[::2]}
-
-
-def flight(
-    rank: int, last: int, state: str = "waited for", alike: tuple[int, ...] = (0, 1, 2), **changed: object
-) -> Flight:
-    each = [Collective(n, GATHER, "all_gather", "blocks.3", 256, "done", 9.0, "") for n in range(1, last)]
-    held = Collective(last, GATHER, "all_gather", "blocks.3", 256, state, 31.4, "train.py:8 in step")
-    place = "train.py:9 in main"
-    lines = (Issuing("a", alike, (*each, held)),)
-    made = Flight(rank, 3, "host", 100 + rank, time.time(), "", lines, {}, place)
-    return replace(made, **changed)  # type: ignore[arg-type]
 
 
 def altered(whole: Flight, at: int, **changed: object) -> Flight:
