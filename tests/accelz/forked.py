@@ -1,10 +1,12 @@
-"""The kit, or a script, in processes forked from a server that has imported torch and pytest.
+"""The kit, or a program, in processes forked from a server that has imported torch and pytest.
 
 It is what `accelz check`, a fresh interpreter or torchrun runs, without the seconds that the imports take.
+Ranks that such a process starts come from the same server.
 """
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import runpy
@@ -15,14 +17,18 @@ import tempfile
 import textwrap
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner, Result
 
+from accelz import cli
 from accelz.conformance import TEST_SECONDS, cluster, runner
 
 from .fake_distribution import environment
@@ -31,27 +37,133 @@ LIMIT_SECONDS = 280
 SCRIPT_SECONDS = 60
 
 
-def check(folder: Path, tests: str, name: str = "liar") -> tuple[int, dict[str, Any]]:
+def check(
+    folder: Path, tests: str | None, name: str = "liar", quick: bool = False, **variables: str
+) -> tuple[int, dict[str, Any]]:
     """Exit code and summary of the kit's `tests` (as for -k) on a backend that is installed in `folder`."""
     report, notes, printed = folder / "report.jsonl", folder / "notes", folder / "printed"
-    arguments = runner.arguments(name, tests, TEST_SECONDS, report, notes)
-    variables = environment(folder, **runner.ISOLATED)
-    code = _forked(_run, LIMIT_SECONDS, printed, printed, variables, arguments)
+    arguments = runner.arguments(name, tests, TEST_SECONDS, report, notes, quick)
+    given = environment(folder, **runner.ISOLATED, **variables)
+    code = _forked(_run, LIMIT_SECONDS, printed, printed, given, arguments)
     assert code is not None, f"the kit hangs: {printed.read_text()}"
     ended = runner.Ended(code, printed.read_text(), silent=False)
     return code, runner.summary(name, report, notes, ended)
 
 
-def _run(arguments: list[str]) -> int:
-    return pytest.main(arguments)
+def by_pytest(folder: Path, *arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run pytest in `cwd`, or else in `folder`, with what is installed in `folder`."""
+    out, errors = folder / "stdout", folder / "stderr"
+    command = ["-q", "-p", "no:cacheprovider", *arguments]
+    code = _forked(_run, LIMIT_SECONDS, out, errors, environment(folder), command, cwd)
+    assert code is not None, f"pytest hangs: {errors.read_text()}"
+    return subprocess.CompletedProcess(command, code, out.read_text(), errors.read_text())
+
+
+def _run(arguments: Sequence[str]) -> int:
+    return pytest.main(list(arguments))
+
+
+class Popen:
+    """subprocess.Popen for `python -m MODULE` and `python -c SCRIPT`, as far as it is used here.
+
+    What goes to a pipe is read at the end, and so are errors.
+    """
+
+    before: Callable[[], object] = os.getpid
+    """What the process does before it runs the program."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        stdout: Any,
+        stderr: Any = None,
+        cwd: str | Path | None = None,
+        **_: Any,
+    ) -> None:
+        interpreter, self._option, *self.args = command
+        assert (interpreter, self._option in ("-m", "-c")) == (sys.executable, True), command
+        self._pipe = stdout is subprocess.PIPE
+        out = Path(tempfile.mkstemp()[1]) if self._pipe else Path(stdout.name)
+        self._out = out if out.is_file() else Path(os.devnull)  # this process's own stderr has no name
+        errors = self._out if stderr in (None, subprocess.STDOUT) else Path(stderr.name)
+        run = _run_module if self._option == "-m" else _run_text
+        given = (self.before, *self.args)
+        self._process = _started(run, self._out, errors, dict(env), given, Path(cwd or Path.cwd()))
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, None]:
+        self.wait(timeout)
+        text = self._out.read_text() if self._pipe else ""
+        if self._pipe:
+            self._out.unlink()
+        return text, None
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            assert timeout is not None
+            raise subprocess.TimeoutExpired(self.args, timeout)
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
+def fork_from(module: Any, patch: pytest.MonkeyPatch, start: Callable[..., Any] = Popen) -> None:
+    """Let a module fork what it would start with subprocess."""
+    names = ("PIPE", "STDOUT", "CompletedProcess", "TimeoutExpired")
+    known = {name: getattr(subprocess, name) for name in names}
+    patch.setattr(module, "subprocess", SimpleNamespace(Popen=start, **known))
+
+
+def accelz_check(folder: Path, *options: str, name: str = "liar") -> Result:
+    """What the command `accelz check` does with a backend that is installed in `folder`."""
+    with pytest.MonkeyPatch.context() as patch:
+        for variable in set(os.environ) - environment(folder).keys():
+            patch.delenv(variable)
+        patch.setenv("PYTHONPATH", environment(folder)["PYTHONPATH"])
+        patch.syspath_prepend(str(folder))
+        fork_from(runner, patch)
+        return CliRunner().invoke(cli.app, ["check", name, *options])
+
+
+def answered(folder: Path, *options: str, name: str = "liar") -> tuple[int, dict[str, Any]]:
+    """Exit code and answer of `accelz check --json`."""
+    done = accelz_check(folder, "--json", *options, name=name)
+    assert done.stdout, done.output
+    return done.exit_code, json.loads(done.stdout)
+
+
+def _run_module(given: tuple[Callable[[], object], *tuple[str, ...]]) -> int:
+    before, name, *arguments = given
+    before()
+    return _main((name, *arguments), lambda: runpy.run_module(name, run_name="__main__", alter_sys=True))
+
+
+def _run_text(given: tuple[Callable[[], object], *tuple[str, ...]]) -> int:
+    before, text, *arguments = given
+    before()
+    return _main(("-c", *arguments), lambda: exec(compile(text, "<text>", "exec"), {"__name__": "__main__"}))
 
 
 def python(folder: Path, script: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run a script in a process that has chosen no backend and sees the distributions in `folder`."""
     out, errors = folder / "stdout", folder / "stderr"
-    code = _forked(
-        _execute, SCRIPT_SECONDS, out, errors, environment(folder, **variables), textwrap.dedent(script)
-    )
+    given = (os.getpid, textwrap.dedent(script))
+    code = _forked(_run_text, SCRIPT_SECONDS, out, errors, environment(folder, **variables), given)
     assert code is not None, f"the script hangs: {errors.read_text()}"
     return subprocess.CompletedProcess(script, code, out.read_text(), errors.read_text())
 
@@ -83,6 +195,8 @@ def started_ranks(
     running = []
     for rank in range(ranks):
         out, errors = _outputs(folder, rank)
+        for path in (out, errors):
+            path.unlink(missing_ok=True)
         own = place | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
         given = environment(folder, OMP_NUM_THREADS="1", **own, **variables)
         running.append(_started(_run_script, out, errors, given, (str(script), *arguments)))
@@ -108,23 +222,19 @@ def _ended_together(running: Sequence[BaseProcess], deadline: float) -> int | No
 
 def _run_script(command: Sequence[str]) -> int:
     torch.set_num_threads(1)
-    sys.argv = list(command)
     sys.path.insert(0, str(Path(command[0]).parent))
+    return _main(command, lambda: runpy.run_path(command[0], run_name="__main__"))
+
+
+def _main(command: Sequence[str], run: Callable[[], object]) -> int:
+    """The exit code of a program."""
+    sys.argv = list(command)
     try:
-        runpy.run_path(command[0], run_name="__main__")
+        run()
     except SystemExit as error:
         if isinstance(error.code, str):
             print(error.code, file=sys.stderr)
         return error.code if isinstance(error.code, int) else int(error.code is not None)
-    except Exception:
-        traceback.print_exc()
-        return 1
-    return 0
-
-
-def _execute(script: str) -> int:
-    try:
-        exec(compile(script, "<script>", "exec"), {"__name__": "__main__"})
     except Exception:
         traceback.print_exc()
         return 1
@@ -138,9 +248,12 @@ def _forked(
     errors: Path,
     variables: dict[str, str],
     argument: Any,
+    cwd: Path | None = None,
 ) -> int | None:
     """Exit code of a process that ends with `call(argument)`; None where it was killed after `seconds`."""
-    process = _started(call, out, errors, variables, argument)
+    for path in (out, errors):
+        path.unlink(missing_ok=True)
+    process = _started(call, out, errors, variables, argument, cwd)
     process.join(seconds)
     if process.exitcode is None:
         process.kill()
@@ -150,20 +263,26 @@ def _forked(
 
 
 def _started(
-    call: Callable[[Any], int], out: Path, errors: Path, variables: dict[str, str], argument: Any
+    call: Callable[[Any], int],
+    out: Path,
+    errors: Path,
+    variables: dict[str, str],
+    argument: Any,
+    cwd: Path | None = None,
 ) -> BaseProcess:
-    for path in (out, errors):
-        path.unlink(missing_ok=True)
+    """The process, in `cwd`, or else where `out` is. What it prints is added to what is there."""
     cluster.prepare()
     context = multiprocessing.get_context("forkserver")
-    process = context.Process(target=_child, args=(call, argument, variables, str(out), str(errors)))
+    given = (call, argument, variables, str(out), str(errors), str(cwd or out.parent))
+    process = context.Process(target=_child, args=given)
     process.start()
     return process
 
 
 def _child(
-    call: Callable[[Any], int], argument: Any, variables: dict[str, str], out: str, errors: str
+    call: Callable[[Any], int], argument: Any, variables: dict[str, str], out: str, errors: str, cwd: str
 ) -> None:
+    _serve_from_the_same_server()
     os.environ.clear()
     os.environ.update(variables)
     tempfile.tempdir = None  # as the server's environment had it
@@ -171,8 +290,15 @@ def _child(
     for stream, path in ((1, out), (2, errors)):
         with open(path, "a") as file:
             os.dup2(file.fileno(), stream)
-    os.chdir(Path(out).parent)
+    os.chdir(cwd)
     code = call(argument)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def _serve_from_the_same_server() -> None:
+    """Have ranks that this process starts forked from the server that has forked it, which it knows; it would
+    start one of its own, and import torch again."""
+    forkserver._forkserver.ensure_running = lambda: None  # type: ignore[attr-defined]
+    cluster.ensure_running = lambda: None  # type: ignore[attr-defined]

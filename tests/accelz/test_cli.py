@@ -15,6 +15,7 @@ from accelz.conformance import runner
 from accelz.roles import kernels
 
 from .fake_distribution import environment, good, install
+from .forked import accelz_check
 
 NOISY = "print('hello from a plugin')\n"
 
@@ -279,31 +280,27 @@ def test_check_prints_a_table_of_failures(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_check_says_what_a_capability_failed_and_what_a_selection_is(tmp_path: Path) -> None:
+def test_check_says_what_a_capability_failed_and_what_a_selection_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     boast = "accelerator.capabilities = accelz.Capabilities(lazy_graph=True, storage_resize=False)"
     install(
         tmp_path,
         "foo",
         "import accelz\n" + good("foo").replace("return accelerator", f"{boast}; return accelerator"),
     )
-    command = [sys.executable, "-m", "accelz.cli", "check", "foo", "-k"]
-    options = {
-        "env": environment(tmp_path, COLUMNS="120"),
-        "capture_output": True,
-        "text": True,
-        "timeout": 100,
-    }
-    done = subprocess.run([*command, "flush_runs or storage_can"], check=False, **options)
-    assert done.returncode == 1
+    monkeypatch.setenv("COLUMNS", "120")
+    done = accelz_check(tmp_path, "-k", "flush_runs or storage_can", name="foo")
+    assert done.exit_code == 1
     row = _line(done.stdout, "lazy_graph  ").split()
     assert row == ["lazy_graph", "yes", "failed", "test_flush_runs_recorded_work"]
     assert "works undeclared" in _line(done.stdout, "storage_resize  ")
     assert "What is not declared is not used" in done.stdout
-    done = subprocess.run([*command, "TestRng"], check=False, **options)
-    assert done.returncode == 0
+    done = accelz_check(tmp_path, "-k", "TestRng", name="foo")
+    assert done.exit_code == 0
     assert "foo passes the tests that match 'TestRng': 4 passed" in done.stdout
-    done = subprocess.run([*command, "nothing_of_that_name"], check=False, **options)
-    assert done.returncode == 2
+    done = accelz_check(tmp_path, "-k", "nothing_of_that_name", name="foo")
+    assert done.exit_code == 2
     assert "no test of the kit matches 'nothing_of_that_name'" in done.stderr
 
 

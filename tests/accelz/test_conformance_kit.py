@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,7 +23,7 @@ from accelz_cpu.accelerator import build
 from accelz_cpu.memory import ProcessMemory
 
 from . import forked
-from .fake_distribution import check, environment, good, install
+from .fake_distribution import check, good, install
 from .liars.rounds import ROUNDS, SIM_ROUNDS
 from .liars.told import LIAR
 
@@ -378,23 +376,16 @@ class TestOurRng(RngContract):
 """
 
 
-def _pytest(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
-    return subprocess.run(
-        command, cwd=folder, env=environment(folder), capture_output=True, text=True, timeout=100, check=False
-    )
-
-
 def test_a_vendor_subclasses_a_contract(tmp_path: Path) -> None:
     (tmp_path / "test_ours.py").write_text(VENDOR_TEST)
-    done = _pytest(tmp_path, "--accelz-device", "cpu")
+    done = forked.by_pytest(tmp_path, "--accelz-device", "cpu")
     assert done.returncode == 0, done.stdout
     assert "5 passed" in done.stdout
 
 
 def test_pyargs_form_warns_about_the_undeclared(tmp_path: Path) -> None:
     install(tmp_path, "liar", LIAR.format(call="modest(on_sim=False)"))
-    done = _pytest(
+    done = forked.by_pytest(
         tmp_path,
         "--pyargs",
         "accelz.conformance",
@@ -409,10 +400,10 @@ def test_pyargs_form_warns_about_the_undeclared(tmp_path: Path) -> None:
 
 
 def test_without_a_device_the_kit_says_what_it_needs(tmp_path: Path) -> None:
-    done = _pytest(tmp_path, "--pyargs", "accelz.conformance")
+    done = forked.by_pytest(tmp_path, "--pyargs", "accelz.conformance")
     assert done.returncode != 0
     assert "needs a backend: --accelz-device NAME" in done.stdout
-    done = _pytest(tmp_path, "--pyargs", "accelz.conformance", "--accelz-device", "nosuch")
+    done = forked.by_pytest(tmp_path, "--pyargs", "accelz.conformance", "--accelz-device", "nosuch")
     assert done.returncode == 4
     assert "no backend called 'nosuch' is installed (installed: " in done.stderr
 

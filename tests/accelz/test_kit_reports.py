@@ -18,7 +18,8 @@ from accelz.conformance.operators import operator
 from accelz.conformance.results import Setting, Verdict
 from accelz.conformance.runner import supervise
 
-from .fake_distribution import check, environment, good, install
+from .fake_distribution import environment, good, install
+from .forked import answered
 
 VERDICTS = [
     Verdict("a/test_x.py::TestX::test_one", "passed", proves=("streams",), ranks=2),
@@ -85,7 +86,7 @@ def test_an_operator_that_hangs_or_crashes_is_known_by_its_name() -> None:
 @pytest.mark.slow
 def test_a_report_says_what_it_is_about_and_is_compared(tmp_path: Path) -> None:
     install(tmp_path, "liar", good("liar"))
-    code, first = check(tmp_path, "--quick", "-k", "TestRng or TestLeaks")
+    code, first = answered(tmp_path, "--quick", "-k", "TestRng or TestLeaks")
     assert code == 0
     assert {name.partition("::")[0] for name in first["tests"]} == {"test_rng.py"}
     assert set(first["versions"]) >= {"torch", "accelz", "backend", "driver and devices", "machine"}
@@ -94,13 +95,13 @@ def test_a_report_says_what_it_is_about_and_is_compared(tmp_path: Path) -> None:
     first["tests"] = dict.fromkeys(first["tests"], "failed")
     old = tmp_path / "old.json"
     old.write_text(json.dumps(first))
-    code, second = check(tmp_path, "-k", "TestRng", "--against", str(old))
+    code, second = answered(tmp_path, "-k", "TestRng", "--against", str(old))
     assert code == 0
     assert second["against"]["worse"] == []
     assert len(second["against"]["better"]) == 4
     gone = "test_streams.py::TestStreams::test_current_is_the_stream_in_use"
     old.write_text(json.dumps({**first, "tests": {gone: "passed"}}))
-    code, third = check(tmp_path, "-k", "test_current_is_the_stream", "--against", str(old))
+    code, third = answered(tmp_path, "-k", "test_current_is_the_stream", "--against", str(old))
     assert (code, third["ok"], third["failed"]) == (1, False, 0)
     assert third["against"]["worse"] == [f"{gone}: passed before, is skipped now"]
 

@@ -144,15 +144,7 @@ def test_it_has_a_workflow_that_runs_the_kit(tmp_path: Path) -> None:
 
 def test_the_packages_own_tests_are_the_kits(tmp_path: Path, foo: Path) -> None:
     assert _new("foo", "--out", tmp_path).exit_code == 0
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "TestDescriptor or TestRng"],
-        env=environment(foo),
-        cwd=tmp_path / "accelz_foo",
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    done = forked.by_pytest(foo, "-k", "TestDescriptor or TestRng", cwd=tmp_path / "accelz_foo")
     assert "9 passed" in done.stdout, done.stdout + done.stderr
     assert "4 failed" in done.stdout
     assert "accelz conformance: foo" in done.stdout
@@ -166,23 +158,19 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-def test_what_is_written_is_formatted_linted_and_typed(
-    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, name: str
-) -> None:
-    assert _new(name, "--out", tmp_path, *VARIANTS[name]).exit_code == 0
-    folder = tmp_path / f"accelz_{name}"
-    for path in folder.rglob("*"):
+def test_what_is_written_is_formatted_linted_and_typed(tmp_path: Path) -> None:
+    for name, options in VARIANTS.items():
+        assert _new(name, "--out", tmp_path, *options).exit_code == 0
+    for path in tmp_path.rglob("*"):
         assert not path.is_file() or "$" not in path.read_text(), path
     isolated = ("--isolated", "--line-length", "110")
-    cache = tmp_path_factory.getbasetemp() / "mypy"  # of all variants: torch's stubs are read once
     for command in (
         ("ruff", "format", "--diff", *isolated, "."),
         ("ruff", "check", *isolated, "--select", "E,F,I,B,UP,RUF", "."),
-        ("mypy", "--strict", "--cache-dir", str(cache), "src"),
+        ("mypy", "--strict", *(f"accelz_{name}/src" for name in VARIANTS)),
     ):
         done = subprocess.run(
-            [BIN / command[0], *command[1:]], cwd=folder, capture_output=True, text=True, check=False
+            [BIN / command[0], *command[1:]], cwd=tmp_path, capture_output=True, text=True, check=False
         )
         assert done.returncode == 0, done.stdout + done.stderr
 
@@ -213,7 +201,8 @@ def acme(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_torch_device_passes_the_kit(acme: Path) -> None:
     """All of it but torch's own operators and reference kernels, which are those of accelz-sim here."""
-    code, summary = _accelz(acme, "check", "acme", "--quick", "-k", "not TestKernels and not Operators")
+    tests = "not TestKernels and not Operators"
+    code, summary = forked.check(acme, tests, name="acme", quick=True)
     assert summary["failures"] == []
     assert code == 0
     assert summary["passed"] > 100

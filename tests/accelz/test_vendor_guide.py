@@ -12,6 +12,7 @@ import pytest
 
 from accelz.discovery import installed
 
+from . import forked
 from .fake_distribution import environment
 
 pytestmark = pytest.mark.slow  # starts programs
@@ -36,18 +37,21 @@ def vendor(tmp_path: Path) -> Path:
 
 
 def _bash(folder: Path, script: str) -> subprocess.CompletedProcess[str]:
-    site, source = folder / "site", folder / "accelz_acme/src"  # the source comes first: `pip install -e`
-    paths = {"PYTHONPATH": f"{source}:{site}", "SITE": str(site)}
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     return subprocess.run(
         ["bash", "-c", PIP + script],
-        env=environment(folder) | paths | {"PATH": path, "OMP_NUM_THREADS": "1"},
+        env=environment(folder) | _variables(folder),
         cwd=folder,
         capture_output=True,
         text=True,
         timeout=280,
         check=False,
     )
+
+
+def _variables(folder: Path) -> dict[str, str]:
+    site, source = folder / "site", folder / "accelz_acme/src"  # the source comes first: `pip install -e`
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return {"PYTHONPATH": f"{source}:{site}", "SITE": str(site), "PATH": path, "OMP_NUM_THREADS": "1"}
 
 
 def _write(folder: Path, block: str) -> None:
@@ -61,7 +65,11 @@ PART = re.compile(r'accelz check acme -k "?([^"\n]+)"?\n')
 
 
 def test_the_guide_leads_to_a_green_kit(vendor: Path) -> None:
-    """The parts of the kit that follow the first file are one run at the end, which starts once."""
+    """The parts of the kit that follow the first file are one run at the end, which starts once.
+
+    Its thorough tests, such as those of four ranks, are part of the whole kit on the same device and the same
+    collectives, in tests/sim.
+    """
     blocks = re.findall(r"^```(sh|python|text)\n(.*?)^```$", GUIDE, re.DOTALL | re.MULTILINE)
     assert len(blocks) > 10
     parts = [part[1] for kind, block in blocks if kind == "sh" and (part := PART.fullmatch(block))]
@@ -77,7 +85,10 @@ def test_the_guide_leads_to_a_green_kit(vendor: Path) -> None:
                 assert line.strip() == "..." or said[0] in done.stdout, done.stdout
         elif block != WHOLE_KIT and not PART.fullmatch(block):
             _succeeds(vendor, block)
-    _succeeds(vendor, f"accelz check acme -k '({') or ('.join(parts)})'")
+    tests, paths = f"({') or ('.join(parts)})", _variables(vendor)["PYTHONPATH"]
+    code, summary = forked.check(vendor, tests, name="acme", quick=True, PYTHONPATH=f"{paths}:{ROOT}")
+    assert (code, summary["failures"]) == (0, [])
+    assert summary["passed"] > 100
 
 
 def _succeeds(folder: Path, script: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.step import LOSS_BOUND, LossError, check_losses
 
 from accelz.discovery import installed
-from tests.benchmarks.command import bench
+from tests.benchmarks.command import forked_bench
 
 pytestmark = pytest.mark.slow  # starts programs
 
@@ -24,9 +24,8 @@ def test_peers_are_timed_and_agree(tmp_path: Path) -> None:
         "--size tiny --precision fp32 --ranks 2 --rounds 9 --within 0.001 --steps 1 --batch 1 --length 16 "
         "--no-memory"
     )
-    done = bench(
-        "step", *flags.split(), "--peers", ",".join(PEERS), "--json", str(out), "--markdown", str(tables)
-    )
+    files = ("--json", str(out), "--markdown", str(tables))
+    done = forked_bench(tmp_path, "step", *flags.split(), "--peers", ",".join(PEERS), *files)
     assert done.returncode == 0, done.stderr
 
     report: dict[str, Any] = json.loads(out.read_text())
@@ -60,7 +59,8 @@ def test_a_device_of_its_own_memory_counts_it(tmp_path: Path) -> None:
         pytest.skip("accelz-sim is not installed")
     out = tmp_path / "step.json"
     flags = "--device sim --size tiny --precision fp32 --ranks 1 --rounds 1 --steps 1 --batch 1 --length 16"
-    done = bench("step", *flags.split(), "--peers", "plain,fsdp2-host", "--no-memory", "--json", str(out))
+    peers = ("--peers", "plain,fsdp2-host")
+    done = forked_bench(tmp_path, "step", *flags.split(), *peers, "--no-memory", "--json", str(out))
     assert done.returncode == 0, done.stderr
     (result,) = json.loads(out.read_text())["results"]
     plain, host = result["rows"]
@@ -70,7 +70,7 @@ def test_a_device_of_its_own_memory_counts_it(tmp_path: Path) -> None:
     assert plain["node_bytes"] == plain["rank_bytes"]
 
 
-def test_an_unknown_peer_is_refused() -> None:
-    done = bench("step", "--peers", "ddp,zero9")
+def test_an_unknown_peer_is_refused(tmp_path: Path) -> None:
+    done = forked_bench(tmp_path, "step", "--peers", "ddp,zero9")
     assert done.returncode == 2
     assert "zero9" in done.stderr

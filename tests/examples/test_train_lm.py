@@ -87,10 +87,10 @@ def command(out: Path, *switches: str, **changed: object) -> list[str]:
 
 
 def launched(out: Path, ranks: int) -> Outcome:
-    """Run the example as its users do; without torchrun on one rank."""
+    """Run the example as its users do."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     done = subprocess.run(
-        [sys.executable, *(launcher if ranks > 1 else []), SCRIPT, *command(out)],
+        [sys.executable, *launcher, SCRIPT, *command(out)],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -101,7 +101,8 @@ def launched(out: Path, ranks: int) -> Outcome:
 
 
 def train(out: Path, *switches: str, ranks: int = 2, **changed: object) -> Outcome:
-    """Run the example in processes that have imported torch already."""
+    """Run the example in processes that have imported torch already; without torchrun's environment on one
+    rank."""
     with tempfile.TemporaryDirectory() as scratch:
         done = forked.job(Path(scratch), Path(SCRIPT), command(out, *switches, **changed), ranks)
     return Outcome(out, done.returncode, done.stdout, done.stderr)
@@ -117,7 +118,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
 
 @pytest.fixture(scope="module")
 def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    outcome = launched(tmp_path_factory.mktemp("one"), ranks=1)
+    outcome = train(tmp_path_factory.mktemp("one"), ranks=1)
     assert outcome.status == 0, outcome.errors
     return outcome
 
@@ -219,16 +220,14 @@ def test_an_unequal_batch_is_refused_on_all_ranks(tmp_path: Path) -> None:
     assert refused.errors.count("error: --batch 3 cannot be divided among 2 ranks") == 1
 
 
-def test_an_error_that_rank_0_does_not_have_is_said() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", "import train_lm; train_lm.fail(ValueError('local rank 2 has no device'))"],
-        env={**os.environ, "RANK": "2", "WORLD_SIZE": "3"},
-        cwd=EXAMPLES,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+def test_an_error_that_rank_0_does_not_have_is_said(tmp_path: Path) -> None:
+    script = f"""
+        import sys
+        sys.path.insert(0, {str(EXAMPLES)!r})
+        import train_lm
+        train_lm.fail(ValueError('local rank 2 has no device'))
+    """
+    done = forked.python(tmp_path, script, RANK="2", WORLD_SIZE="3")
     assert done.returncode == 2
     assert "error: local rank 2 has no device [rank 2]" in done.stderr
 

@@ -15,19 +15,22 @@ from typing import Any
 
 import pytest
 from scripts.device_check import native, report, tree
-from scripts.device_check.__main__ import PYTEST
+from scripts.device_check import plan as planning
+from scripts.device_check.__main__ import PYTEST, main
 from scripts.device_check.outcome import Outcome
 from scripts.device_check.plan import LOG, Plan
 from scripts.device_check.steps import OF_COPY, STEPS, attempt, below_target
 from scripts.paths import absolute
 
 from accelz.roles.kernels import NAMES
+from tests.accelz import forked
+from tests.benchmarks.command import Benchmark
 
 pytestmark = pytest.mark.slow  # starts programs
 
 ROOT = Path(__file__).resolve().parents[2]
 CALLS = ("info,bits,shared,conformance,kernels,sanitizer,bandwidth", "step,small,compiled,engine,offload")
-"""What is run side by side; each part as it would be in a call of its own."""
+"""The steps of two calls."""
 HANGS = """
 import time
 def test_passes(): pass
@@ -41,15 +44,18 @@ def pytest_addoption(parser):
 """
 
 
-def start(*arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "scripts.device_check", *arguments]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
 def device_check(*arguments: str) -> tuple[int, str]:
-    process = start(*arguments)
-    said, _ = process.communicate(timeout=400)
-    return process.returncode, said
+    command = [sys.executable, "-m", "scripts.device_check", *arguments]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    return done.returncode, done.stdout
 
 
 @pytest.fixture
@@ -70,15 +76,24 @@ def in_a_step(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> Callable[[Callable
     return run
 
 
-def test_every_step_runs_and_is_written_down(tmp_path: Path) -> None:
+@pytest.fixture
+def forking(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `main` runs is forked with the imports done, but for the first command line."""
+    fresh: list[Any] = [subprocess.Popen]
+
+    def started(command: list[str], **options: Any) -> Any:
+        start = fresh.pop() if fresh and "accelz.cli" in command else Benchmark
+        return start(command, **options)
+
+    forked.fork_from(planning, monkeypatch, started)
+    monkeypatch.chdir(ROOT)
+
+
+def test_every_step_runs_and_is_written_down(forking: None, tmp_path: Path) -> None:
     outs = [tmp_path / str(number) for number in range(len(CALLS))]
-    running = [
-        start("cpu", "--quick", "--steps", steps, "--out", str(out))
-        for steps, out in zip(CALLS, outs, strict=True)
-    ]
-    said = [process.communicate(timeout=400)[0] for process in running]
-    assert [process.returncode for process in running] == [0, 0], said
-    for out in outs:
+    for chosen, out in zip(CALLS, outs, strict=True):
+        code = main(["cpu", "--quick", "--steps", chosen, "--out", str(out)])
+        assert code == 0, (out / LOG).read_text()
         assert sorted(p.name for p in out.iterdir()) == ["device-check.json", LOG, "device-check.md"]
     whole = tmp_path / "whole"
     assert device_check("--join", *(str(o / "device-check.json") for o in outs), "--out", str(whole))[0] == 0
@@ -97,9 +112,11 @@ def test_every_step_runs_and_is_written_down(tmp_path: Path) -> None:
     assert all(f"| {name} | ok |" in table for name in STEPS)
 
 
-def test_a_device_that_is_not_there_fails(tmp_path: Path) -> None:
-    code, said = device_check("nosuch", "--steps", "info,shared", "--out", str(tmp_path))
-    assert code == 1
+def test_a_device_that_is_not_there_fails(
+    forking: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["nosuch", "--steps", "info,shared", "--out", str(tmp_path)]) == 1
+    said = capsys.readouterr().out
     assert said.count("FAILED") == 2
     assert "the rest runs on one rank" in said
     assert "nosuch" in (tmp_path / LOG).read_text()
