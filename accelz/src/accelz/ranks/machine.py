@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import platform
+import socket
 import warnings
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ def machine() -> list[Any]:
     """
     boot = _BOOT.read_text().strip() if _BOOT.exists() else ""
     processes = os.readlink(_PROCESSES) if _PROCESSES.exists() else ""
-    return [platform.node(), boot, processes, os.getuid()]
+    return [socket.gethostname(), boot, processes, os.getuid()]
 
 
 def warn(message: str, category: type[Warning] = UserWarning, stacklevel: int = 1) -> None:
