@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -54,6 +55,7 @@ def batch_of(step: int, row: int) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, tokens.IGNORED)}
 
 
+@cache
 def unsharded(name: str, data: int) -> tuple[list[list[float]], list[float], dict[str, Tensor]]:
     """Losses by step and rank with other data, norms and final weights of one process."""
     model, losses, norms = model_of(name), [], []

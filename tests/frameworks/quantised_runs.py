@@ -71,6 +71,8 @@ MADE: dict[str, Make] = {
     "bitsandbytes Linear8bitLt": _8bit,
 }
 """How a layer's weight is quantised, by the library and the type of it."""
+OTHER_STORAGE = ("bitsandbytes Linear4bit, nf4 in bfloat16", "bitsandbytes Linear4bit, fp4 in float16")
+"""What is compiled as one of the others is: these differ from it in the dtype that holds the codes."""
 
 
 class Adapted(nn.Module):
@@ -88,7 +90,7 @@ class Adapted(nn.Module):
 
 def built(kind: str, seed: int = 0) -> nn.Sequential:
     torch.manual_seed(seed)
-    return nn.Sequential(*(Adapted(MADE[kind]) for _ in range(3)))
+    return nn.Sequential(*(Adapted(MADE[kind]) for _ in range(2)))
 
 
 def adapters(model: nn.Module) -> torch.optim.SGD:

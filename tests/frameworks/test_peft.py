@@ -15,11 +15,15 @@ from tests.frameworks.jobs import assert_same_log, furthest
 from zero.export import added
 
 
-@pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("kind", runs.ADAPTERS)
-def test_an_adapter_is_trained_and_saved(cluster: Clusters, tmp_path: Path, kind: str, stage: int) -> None:
-    found = cluster(2).run(runs.adapted, stage=stage, directory=str(tmp_path / "mine"), kind=kind)[0]
+def test_an_adapter_is_trained_and_saved(cluster: Clusters, tmp_path: Path, kind: str) -> None:
     wanted = cluster(2).run(runs.adapted, stage=None, directory=str(tmp_path / "plain"), kind=kind)[0]
+    for stage in (2, 3):
+        directory = str(tmp_path / str(stage))
+        check(cluster(2).run(runs.adapted, stage=stage, directory=directory, kind=kind)[0], wanted, kind)
+
+
+def check(found: dict[str, Any], wanted: dict[str, Any], kind: str) -> None:
     assert_same_log(found["log"], wanted["log"], 1e-6)
     assert furthest(found["saved"], wanted["saved"]) < 1e-6
     assert furthest(found["loaded"], found["saved"]) == 0

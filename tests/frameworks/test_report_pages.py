@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from playwright.sync_api import Browser, Page, sync_playwright
 from tests.zero.helpers import pages
 from tests.zero.helpers.runs import TIMELINE, written
 from zero.report import timeline
-from zero.report.records import read
+from zero.report.records import POINTS, read
 from zero.report.run_report import run_page
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -54,6 +55,9 @@ class Seen:
             self.wrong.append(url)
 
 
+Opened = Callable[[str, int, str], tuple[Page, Seen]]
+
+
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     path = next(filter(None, map(shutil.which, BROWSERS)), None)
@@ -67,11 +71,11 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A run of many units and a long history, and the page of one step."""
+    """A run of more units, and of a longer history, than a figure shows, and the page of one step."""
     folder = tmp_path_factory.mktemp("pages")
     units = {f"model.layers.{n}.self_attention_with_a_long_name": 1000 * n + 100 for n in range(60)}
     texts = {
-        "run": run_page(read(written(folder, 3000, units=units))).render(),
+        "run": run_page(read(written(folder, POINTS + 100, units=units))).render(),
         "step": timeline.page({**TIMELINE, "exact": False}).render(),
     }
     for name, text in texts.items():
@@ -79,13 +83,20 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: folder / f"{name}.html" for name in texts}
 
 
-def opened(browser: Browser, path: Path, width: int, scheme: Any, seen: Seen) -> Page:
-    page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
-    page.set_default_timeout(LIMIT)
-    seen.watch(page)
-    page.goto(f"file://{path}")
-    page.locator("body[data-drawn], body[data-failed]").wait_for()
-    return page
+@pytest.fixture(scope="module")
+def opened(browser: Browser, made: dict[str, Path]) -> Opened:
+    """`opened(name, width, scheme)`: a page that is drawn, the same for tests that leave it as it is."""
+
+    @cache
+    def open_(name: str, width: int, scheme: Any) -> tuple[Page, Seen]:
+        page, seen = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme), Seen()
+        page.set_default_timeout(LIMIT)
+        seen.watch(page)
+        page.goto(f"file://{made[name]}")
+        page.locator("body[data-drawn], body[data-failed]").wait_for()
+        return page, seen
+
+    return open_
 
 
 def overlapping(texts: list[list[Any]]) -> list[tuple[str, str]]:
@@ -128,22 +139,18 @@ def check(page: Page, width: int, figures: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(("width", "scheme"), SIZES)
+@pytest.mark.parametrize("name", ["run", "step"])
 def test_pages_are_legible_narrow_and_wide_in_either_scheme(
-    browser: Browser, made: dict[str, Path], width: int, scheme: str
+    opened: Opened, made: dict[str, Path], name: str, width: int, scheme: str
 ) -> None:
-    seen = Seen()
-    for path in made.values():
-        page = opened(browser, path, width, scheme, seen)
-        charts = check(page, width, len(pages.figures(path.read_text())))
-        assert (luminance(charts[0]["paper"]) < 0.2) is (scheme == "dark")
-        page.close()
+    page, seen = opened(name, width, scheme)
+    charts = check(page, width, len(pages.figures(made[name].read_text())))
+    assert (luminance(charts[0]["paper"]) < 0.2) is (scheme == "dark")
     assert seen.wrong == []
 
 
-def test_pointing_at_a_figure_tells_its_values_and_a_resized_page_is_drawn_anew(
-    browser: Browser, made: dict[str, Path]
-) -> None:
-    page = opened(browser, made["step"], 1600, "light", seen := Seen())
+def test_pointing_at_a_figure_tells_its_values_and_a_resized_page_is_drawn_anew(opened: Opened) -> None:
+    page, seen = opened("step", 1600, "light")
     box = page.locator(".chart svg").first.bounding_box()
     assert box
     page.mouse.move(box["x"] + box["width"] / 2 - 20, box["y"] + 100)
@@ -156,16 +163,16 @@ def test_pointing_at_a_figure_tells_its_values_and_a_resized_page_is_drawn_anew(
     page.set_viewport_size({"width": 400, "height": 900})
     page.locator(".chart[data-columns='2']").wait_for()  # of the legend
     check(page, 400, 1)
-    page.close()
+    page.set_viewport_size({"width": 1600, "height": 900})
     assert seen.wrong == []
 
 
-def test_a_printed_page_is_black_on_white(browser: Browser, made: dict[str, Path]) -> None:
-    page = opened(browser, made["run"], 1000, "dark", seen := Seen())
-    page.emulate_media(media="print")
-    charts = check(page, 1000, len(pages.figures(made["run"].read_text())))
+def test_a_printed_page_is_black_on_white(opened: Opened, made: dict[str, Path]) -> None:
+    page, seen = opened("run", 1600, "light")
+    page.emulate_media(media="print", color_scheme="dark")
+    charts = check(page, 1600, len(pages.figures(made["run"].read_text())))
     assert all(luminance(chart["paper"]) > 0.99 for chart in charts)
     assert {chart["ink"] for chart in charts} == {"rgb(0, 0, 0)"}
     assert page.pdf(format="A4").startswith(b"%PDF")
-    page.close()
+    page.emulate_media(media="screen", color_scheme="light")
     assert seen.wrong == []
