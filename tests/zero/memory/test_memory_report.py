@@ -53,7 +53,8 @@ def report_body(context: Context, path: str) -> dict[str, Any]:
         engine.memory_report()
     one_step(engine, 0)
     report = traced(engine, context)
-    Path(path, f"{context.rank}.html").write_text(report.to_html())
+    if context.rank == 0:
+        Path(path, "0.html").write_text(report.to_html())
     one_step(engine, 2)
     assert engine.memory_report() is report  # one step was asked for
     numel = sum(g.layout.shard_numel for u in engine.units for g in u.groups)
