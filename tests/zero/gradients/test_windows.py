@@ -152,7 +152,7 @@ def _of(name: str) -> Any:
     return pytest.param(name, marks=marks)
 
 
-@pytest.mark.parametrize("name", map(_of, RUNS))
+@pytest.mark.parametrize("name", [_of(name) for name in RUNS])
 def test_both_loops_have_the_same_bits(cluster: Clusters, device: str, name: str) -> None:
     size, every, on_devices, windows = RUNS[name]
     every = every if device == "cpu" else [every[index] for index in on_devices]
