@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from accelz.conformance.cluster import Clusters, Context
 from tests.zero.helpers.models import fresh, language_loss
 from tests.zero.helpers.training import adamw, where_kernels_are
 
-STEPS = 3
+STEPS = 2
 Use = Callable[[nn.Module], Any]
 
 
@@ -119,8 +120,11 @@ def averaged(model: nn.Module, step: int, ranks: int) -> None:
         (language_loss(model, step, rank) / ranks).backward()
 
 
-def reference(context: Context, use: Use, micro_steps: int) -> tuple[dict[str, Tensor], list[Any]]:
-    """The weights after unsharded training on the batches of all ranks, and what `use` returned."""
+@cache
+def reference(context: Context, name: str, micro_steps: int) -> tuple[dict[str, Tensor], list[Any]]:
+    """The weights after unsharded training on the batches of all ranks, and what the change returned. It is
+    the same for all settings."""
+    use = CHANGES[name]
     model = where_kernels_are(context, fresh())
     optimizer = adamw(model)
     told = []
@@ -132,7 +136,7 @@ def reference(context: Context, use: Use, micro_steps: int) -> tuple[dict[str, T
         told.append(use(model))
         optimizer.step()
         optimizer.zero_grad()
-    return {name: value.detach().cpu() for name, value in model.state_dict().items()}, told
+    return {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}, told
 
 
 MANY = ("stage 0", "stage 3")
@@ -145,7 +149,7 @@ def changed_body(context: Context, settings: dict[str, Any], changes: Sequence[s
     micro_steps, found = config.gradient_accumulation_steps or 1, {}
     for name in changes:
         use = CHANGES[name]
-        expected, told = reference(context, use, micro_steps)
+        expected, told = reference(context, name, micro_steps)
         model = fresh()
         engine = zero.initialize(model, adamw(model), config)
         off = 0.0
@@ -165,11 +169,11 @@ def changed_body(context: Context, settings: dict[str, Any], changes: Sequence[s
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_changes_between_backward_and_step_are_those_of_unsharded_training(
-    cluster: Clusters, name: str
+    cluster: Clusters, name: str, device: str
 ) -> None:
     settings = SETTINGS[name]
-    close = 2e-5 if "precision" not in settings else 0.06  # three steps of Adam with lr 0.01, at 16 bits
-    changes = list(CHANGES) if name in MANY else FEW
+    close = 2e-5 if "precision" not in settings else 0.06  # steps of Adam with lr 0.01, at 16 bits
+    changes = list(CHANGES) if name in (MANY if device == "cpu" else MANY[1:]) else FEW
     workers = cluster(4 if name == "copies" else 2)
     for found in workers.run(changed_body, settings=settings, changes=changes, limit=120):
         assert {change: off for change, off in found.items() if off > close} == {}
