@@ -30,8 +30,8 @@ from tests.zero.helpers.training import (
 from zero.communication.quantised import QUANT_BLOCK
 from zero.config.training import dtype_named
 
-STEPS = 6
-LAYERS = 4
+STEPS = 4
+LAYERS = 3
 
 
 class Rounded(nn.Module):
@@ -86,13 +86,15 @@ def fresh() -> LanguageModel:
 
 def parity_body(context: Context, path: str) -> dict[str, dict[str, float]]:
     found = {}
-    for name in ("int8", "fp8"):
+    ways = _ways(path)
+    for name, chosen in (("int8", ways.keys()), ("fp8", ("plain", "small units", "on disk"))):
         codes = dtype_named(name)
         assert codes is not None
         expected = train_reference(context, Rounded(fresh(), codes), language_loss, steps=STEPS)
         expected.state = {key.removeprefix("model."): value for key, value in expected.state.items()}
         first = None
-        for what, settings in _ways(path).items():
+        for what in chosen:
+            settings = ways[what]
             config = zero.Config(gather_dtype=name, timeout=20, **settings)
             run = train_zero(context, fresh(), language_loss, config, steps=STEPS)
             first = first or run
@@ -115,7 +117,7 @@ def _ways(path: str) -> dict[str, dict[str, Any]]:
     }
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.host)])
 def test_it_is_training_with_rounded_weights(cluster: Clusters, size: int, tmp_path: Path) -> None:
     """This holds for any number of ranks and any tier of shards; when gathers begin changes no bit."""
     for per_rank in cluster(size).run(parity_body, path=str(tmp_path), limit=120):
