@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,11 @@ from tests.zero.helpers.loops import train_on
 from tests.zero.helpers.models import features, fresh, language_loss
 from tests.zero.helpers.optimizers import adagrad, lion, momentum
 from tests.zero.helpers.training import Run, adamw, same_bits, scaled_error, state_error, train_zero
+from tests.zero.helpers.worlds import UP_TO_TWO
 from zero.tiers.placement import Placement, PlacementRequest, Placer
 from zero.tiers.tier import ON_DEVICE, ON_DISK, ON_HOST, Tier
 
-STEPS = 6
+STEPS = 4
 TWO = (torch.float32, torch.float32)  # moments
 
 
@@ -100,27 +102,57 @@ def check(found: dict[str, tuple[bool, float]], device: str, bound: float) -> No
         assert error < bound, (name, error)
 
 
-def tiers_body(context: Context, path: str, precision: str) -> dict[str, tuple[bool, float]]:
+ALONE = ("half", "compact everything", "caches", "params", "parts of everything", "small records everywhere")
+"""Tiers for one rank, which gathers and sums nothing."""
+LATE = (
+    *(
+        "host",
+        "disk",
+        "compact everything",
+        "caches",
+        "params on disk",
+        "gradients stay",
+        "half of the params",
+    ),
+    *("parts of everything", "small records on host", "small records, compact", "all on disk"),
+)
+"""Tiers for a late stream: every kind of state on the host and on disk, whole, in parts and compact."""
+
+
+@cache
+def on_device(context: Context, optimizer: Any = adamw, **settings: Any) -> Run:
+    """Training without tiers, the same in every test."""
+    return run_of(context, None, optimizer, **settings)
+
+
+def tiers_body(
+    context: Context, path: str, precision: str, names: Sequence[str] | None
+) -> dict[str, tuple[bool, float]]:
+    """names: of tiers; None: all."""
     settings = {"precision": precision, "clip_norm": 0.5}
-    reference = run_of(context, None, **settings)
+    reference = on_device(context, **settings)
     return {
         name: compared(run_of(context, offload, **settings), reference)
         for name, offload in tiers(path).items()
-        if precision == "bf16" or not offload.compact
+        if (precision == "bf16" or not offload.compact) and (names is None or name in names)
     }
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(
+    ("size", "names"), [pytest.param(1, ALONE, marks=pytest.mark.host), (2, None)], ids=["1", "2"]
+)
 def test_every_tier_trains_alike(
-    cluster: Clusters, tmp_path: Path, device: str, size: int, precision: str
+    cluster: Clusters, tmp_path: Path, device: str, size: int, names: Any, precision: str
 ) -> None:
-    for found in cluster(size).run(tiers_body, path=str(tmp_path), precision=precision, limit=120):
+    arguments = {"path": str(tmp_path), "precision": precision, "names": names}
+    for found in cluster(size).run(tiers_body, **arguments, limit=120):
         check(found, device, 1e-5 if precision == "fp32" else 3e-2)
     assert os.listdir(tmp_path) == []  # no name, so nothing to be left behind
 
 
-def settings_body(context: Context, path: str) -> dict[str, tuple[bool, float]]:
+def settings_body(context: Context, path: str, names: Sequence[str] | None) -> dict[str, tuple[bool, float]]:
+    """names: of settings; None: all."""
     disk = zero.Offload(optimizer="disk", path=path)
     everything = zero.Offload(optimizer="disk", params="disk", gradients="disk", path=path)
     host = zero.Offload(optimizer="host", params="host")
@@ -128,23 +160,36 @@ def settings_body(context: Context, path: str) -> dict[str, tuple[bool, float]]:
         "stage 1": (disk, {"stage": 1}),
         "stage 2": (disk, {"stage": 2, "gradient_accumulation_steps": 2}),
         "stage 2 host": (zero.Offload(optimizer="host"), {"stage": 2, "precision": "bf16"}),
-        "accumulation": (host, {"gradient_accumulation_steps": 3}),
-        "accumulation on disk": (everything, {"gradient_accumulation_steps": 3, "precision": "bf16"}),
+        "accumulation": (host, {"gradient_accumulation_steps": 3, "steps": 6}),
+        "accumulation on disk": (
+            everything,
+            {"gradient_accumulation_steps": 3, "precision": "bf16", "steps": 6},
+        ),
         "local": (everything, {"gradient_accumulation_steps": 2, "accumulate": "local"}),
         "persistent": (host, {"persistent_below": 100}),
         "fp16": (disk, {"precision": "fp16", "clip_norm": 1.0}),
         "fp16 host": (host, {"precision": "fp16"}),
         "no prefetch": (everything, {"prefetch": 0}),
     }
-    found = {}
-    for name, (offload, settings) in cases.items():
-        found[name] = compared(run_of(context, offload, **settings), run_of(context, None, **settings))
-    return found
+    return {
+        name: compared(run_of(context, offload, **settings), on_device(context, **settings))
+        for name, (offload, settings) in cases.items()
+        if names is None or name in names
+    }
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_tiers_with_every_setting(cluster: Clusters, tmp_path: Path, device: str, size: int) -> None:
-    for found in cluster(size).run(settings_body, path=str(tmp_path), limit=120):
+@pytest.mark.parametrize(
+    ("size", "names"),
+    [
+        pytest.param(1, ("stage 2", "accumulation on disk", "local", "fp16 host"), marks=pytest.mark.host),
+        (2, None),
+    ],
+    ids=["1", "2"],
+)
+def test_tiers_with_every_setting(
+    cluster: Clusters, tmp_path: Path, device: str, size: int, names: Any
+) -> None:
+    for found in cluster(size).run(settings_body, path=str(tmp_path), names=names, limit=120):
         check(found, device, 3e-2)
 
 
@@ -157,7 +202,7 @@ def norms_body(context: Context, path: str) -> list[list[float]]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         engine = zero.initialize(model, optimizer, zero.Config(offload=offload, clip_norm=1e-3, timeout=20))
         found = []
-        for step in range(8):
+        for step in range(4):
             train_on(engine, engine(features(step, context.rank, model, 8, 256)).square().mean())
             found.append(float(engine.grad_norm))
         return found
@@ -195,7 +240,7 @@ def optimizers_body(context: Context, path: str) -> dict[str, tuple[bool, float]
     }
     found = {}
     for optimizer, names in tiers_of.items():
-        reference = run_of(context, None, optimizer, precision="bf16", clip_norm=1.0)
+        reference = on_device(context, optimizer, precision="bf16", clip_norm=1.0)
         for name in names:
             run = run_of(context, offloads[name], optimizer, precision="bf16", clip_norm=1.0)
             found[f"{optimizer.__name__} {name}"] = compared(run, reference)
@@ -398,7 +443,7 @@ def _by_default(device: torch.device, offload: Any, path: str) -> Run:
     return run
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", UP_TO_TWO)
 def test_the_default_device_does_not_matter(cluster: Clusters, tmp_path: Path, size: int) -> None:
     for found in cluster(size).run(default_device_body, path=str(tmp_path), limit=60):
         assert all(found.values()), found
@@ -407,11 +452,13 @@ def test_the_default_device_does_not_matter(cluster: Clusters, tmp_path: Path, s
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.usefixtures("simulated")
 def test_every_tier_on_a_late_stream(cluster: Clusters, tmp_path: Path, device: str, precision: str) -> None:
-    for found in run_late(cluster, 2, tiers_body, path=str(tmp_path), precision=precision):
+    arguments = {"path": str(tmp_path), "precision": precision, "names": LATE}
+    for found in run_late(cluster, 2, tiers_body, **arguments):
         check(found, device, 1e-5 if precision == "fp32" else 3e-2)
 
 
 @pytest.mark.usefixtures("simulated")
-def test_every_setting_on_a_late_stream(cluster: Clusters, tmp_path: Path, device: str) -> None:
-    for found in run_late(cluster, 2, settings_body, path=str(tmp_path)):
+def test_settings_on_a_late_stream(cluster: Clusters, tmp_path: Path, device: str) -> None:
+    names = ("stage 1", "stage 2 host", "accumulation on disk", "local", "persistent", "fp16", "fp16 host")
+    for found in run_late(cluster, 2, settings_body, path=str(tmp_path), names=names):
         check(found, device, 3e-2)
