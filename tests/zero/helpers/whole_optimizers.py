@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 import zero
 
-STEPS = 6
+STEPS = 4
 
 
 class Trust(Optimizer):
