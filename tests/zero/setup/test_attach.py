@@ -117,9 +117,19 @@ def late_body(context: Context, run: str, path: str) -> dict[str, float]:
     return {name: value for name, value in off.items() if value > 1e-6}
 
 
-@pytest.mark.parametrize(
-    "run", [r if r != "compiled" else pytest.param(r, marks=pytest.mark.slow) for r in RUNS]
+ON_THE_HOST = (
+    *("stage 0", "stage 1", "SGD", "slices", "whole parameters", "some parameters", "copies", "compiled"),
+    "two optimizers",
 )
+"""Runs in which attaching does nothing else on another device than in the other runs."""
+
+
+def _of(run: str) -> Any:
+    marks = [pytest.mark.host] * (run in ON_THE_HOST) + [pytest.mark.slow] * (run == "compiled")
+    return pytest.param(run, marks=marks)
+
+
+@pytest.mark.parametrize("run", [_of(run) for run in RUNS])
 def test_an_optimizer_that_comes_later_trains_the_same(cluster: Clusters, tmp_path: Path, run: str) -> None:
     workers = cluster(4 if run == "copies" else 2)
     assert workers.run(late_body, run=run, path=str(tmp_path / "saved"), limit=120) == [{}] * workers.size
