@@ -12,7 +12,7 @@ import torch
 
 from accelz.conformance.cluster import Cluster, Clusters, preload
 
-BODIES_IMPORT = ("torch._dynamo", "torch.nn.parallel.distributed", "zero.engine")
+BODIES_IMPORT = ("torch._dynamo", "torch.nn.parallel.distributed", "zero.engine", "zero.setup.initialization")
 """Where a rank trains: optimizers import dynamo, which takes longer than most bodies."""
 RANKS = {"cluster", "clusters", "disposable", "several", "sim"}
 """Fixtures that start other processes."""
