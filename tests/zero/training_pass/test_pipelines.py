@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
@@ -21,57 +21,23 @@ import zero
 from accelz.conformance.cluster import Clusters, Context
 from tests.zero.helpers.meshes import mesh_of
 from tests.zero.helpers.optimizers import sgd
+from tests.zero.helpers.pipelines import (
+    CLIP,
+    MICRO_BATCHES,
+    RANKS,
+    ROWS,
+    STEPS,
+    WIDTH,
+    Part,
+    loss_of,
+    numbers_of,
+    reference,
+    rows,
+)
 from tests.zero.helpers.tensor_parallel import compared
 from tests.zero.helpers.training import relative_error, state_error
 
-RANKS, STEPS, WIDTH, ROWS, MICRO_BATCHES, LAYERS, CLIP = 4, 3, 6, 8, 4, 4, 0.05
-
 pytestmark = pytest.mark.host  # torch sends activations from stage to stage
-
-
-class Part(nn.Module):
-    """Some layers of a model, under the names that they have in all of it."""
-
-    def __init__(self, first: int, count: int) -> None:
-        super().__init__()
-        torch.manual_seed(4)
-        layers = {str(i): nn.Linear(WIDTH, WIDTH) for i in range(LAYERS)}
-        self.layers = nn.ModuleDict({str(i): layers[str(i)] for i in range(first, first + count)})
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers.values():
-            x = torch.tanh(layer(x))
-        return x
-
-
-def rows(step: int, rank: int) -> Tensor:
-    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
-
-
-def loss_of(y: Tensor, target: Tensor) -> Tensor:
-    return (y - target).square().mean()
-
-
-def reference() -> tuple[list[list[float]], list[float], dict[str, Tensor]]:
-    """Losses by step and data rank, norms, and final weights of one process."""
-    model = Part(0, LAYERS)
-    optimizer = sgd(model)
-    losses, norms = [], []
-    for step in range(STEPS):
-        each = [loss_of(model(rows(step, rank)), torch.ones(ROWS, WIDTH)) for rank in range(2)]
-        torch.stack(each).mean().backward()
-        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append([loss.item() for loss in each])
-    return losses, norms, {name: value.detach() for name, value in model.state_dict().items()}
-
-
-def numbers_of(kind: Any, number: int) -> list[int]:
-    """The stages that a rank has, by its number in the pipeline."""
-    if kind is ScheduleZBVZeroBubble:  # there and back
-        return [number, 3 - number]
-    return [number] if kind in (ScheduleGPipe, Schedule1F1B) else [number, number + 2]
 
 
 def schedule_of(kind: Any, parts: list[Part], numbers: list[int], group: Any, **options: Any) -> Any:
