@@ -58,12 +58,12 @@ def on_host(state: dict[str, torch.Tensor]) -> dict[str, Any]:
     return {name: value.detach().float().cpu().numpy() for name, value in state.items()}
 
 
-def assert_same_log(found: Any, wanted: Any, within: float) -> None:
-    """Entries of two logs, without times."""
+def assert_same_log(found: Any, wanted: Any, within: float, nan_ok: bool = False) -> None:
+    """Entries of two logs, without times. nan_ok: both may have a norm that is none."""
     assert len(found) == len(wanted)
     for mine, theirs in zip(found, wanted, strict=True):
         mine, theirs = ({k: v for k, v in entry.items() if "time" not in k} for entry in (mine, theirs))
-        assert mine == pytest.approx(theirs, rel=within, abs=min(within, 1e-6))
+        assert mine == pytest.approx(theirs, rel=within, abs=min(within, 1e-6), nan_ok=nan_ok)
 
 
 def furthest(found: dict[str, Any], wanted: dict[str, Any]) -> float:

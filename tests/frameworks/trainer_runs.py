@@ -64,9 +64,21 @@ def make_trainer(
     )
     data = {"train_dataset": rows(26), "eval_dataset": rows(7, seed=2)}
     if stage is None:
-        return transformers.Trainer(model, arguments, **data)
-    chosen = zero_config or Config(stage=stage, timeout=timeout)
-    return kind(model, arguments, zero_config=chosen, **data)
+        trainer = transformers.Trainer(model, arguments, **data)
+    else:
+        chosen = zero_config or Config(stage=stage, timeout=timeout)
+        trainer = kind(model, arguments, zero_config=chosen, **data)
+    if arguments.fp16:
+        use_fp16(trainer.accelerator)
+    return trainer
+
+
+def use_fp16(accelerator: Any) -> None:
+    """Set up what Accelerate sets up for mixed_precision="fp16" on a GPU, and leaves out on a CPU. The first
+    steps overflow."""
+    assert accelerator.mixed_precision == "fp16"
+    accelerator.native_amp = True
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20)
 
 
 def history(trainer: transformers.Trainer) -> list[dict[str, float]]:
@@ -107,7 +119,7 @@ def trained(
     return {
         "log": history(trainer),
         "weights": weights(trainer),
-        "predicted": predicted.predictions.tolist(),
+        "predicted": {"logits": predicted.predictions},
     }
 
 
