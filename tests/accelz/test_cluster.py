@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from accelz import Collectives
+from accelz import CollectiveError, Collectives
+from accelz.apart import Say, answers
 from accelz.conformance.cluster import Cluster, ClusterError, Clusters, Context
 from accelz.conformance.contract import ContractBroken, checked
 from accelz_cpu.accelerator import build
@@ -155,6 +156,23 @@ def test_a_start_that_returns_no_work_is_named() -> None:
         calls.destroy()
     said = "Collectives._start_reduce_scatter: must return a torch.distributed.Work\n  got:  None\n"
     assert str(error.value).startswith(said)
+
+
+def _fork_joins(context: Context) -> Any:
+    def join(say: Say) -> str:
+        try:
+            context.accelerator.collectives.init(10.0)
+        except CollectiveError as error:
+            return str(error)
+        return "joined"
+
+    context.accelerator.collectives.init(10.0)  # the rank itself may do so again
+    return answers([join], 20.0)[0]
+
+
+def test_a_forked_child_does_not_take_itself_for_the_rank(cluster: Clusters) -> None:
+    (told,) = cluster(1).run(_fork_joins)
+    assert "forked by one that has joined a job" in told
 
 
 def test_a_value_that_does_not_pickle_is_an_error_not_a_hang(cluster: Clusters) -> None:

@@ -21,15 +21,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
 from rich.text import Text
 
 from zero.config.output import DEFAULT_MEMORY, Format, OutputDtype
@@ -388,9 +379,12 @@ def _options(
 @contextmanager
 def progress_bar() -> Iterator[OnProgress]:
     """Show bytes done, bytes per second and time left on stderr, if that is a terminal."""
-    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn()
-    bar = Progress(*columns, TransferSpeedColumn(), TimeRemainingColumn(), console=errors, transient=True)
-    tasks: dict[str, TaskID] = {}
+    from rich import progress
+
+    columns = progress.TextColumn("{task.description}"), progress.BarColumn(), progress.DownloadColumn()
+    times = progress.TransferSpeedColumn(), progress.TimeRemainingColumn()
+    bar = progress.Progress(*columns, *times, console=errors, transient=True)
+    tasks: dict[str, progress.TaskID] = {}
     lock = threading.Lock()
 
     def told(what: str, done: int, total: int) -> None:

@@ -28,6 +28,13 @@ from accelz.roles import direct_exchange
 
 T = TypeVar("T")
 ReduceOp = Literal["sum", "max", "min"]
+_joined: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+"""The process that has joined by a group: forked children inherit the group, but are no ranks of it."""
+_FORKED = (
+    "this process was forked by one that has joined a job, such as a notebook's kernel with an engine, and "
+    "would take itself for that rank: start the ranks by torchrun, or restart the kernel and launch them "
+    "before it makes an engine of its own"
+)
 _OPS: dict[str, Any] = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 # torch 2.13 renames these two and deprecates the old names; 2.11 has only the old ones.
@@ -94,7 +101,7 @@ class Collectives:
         default process group that is already initialised is used as it is. timeout in seconds.
 
         Raises CollectiveError if the environment contradicts itself or shows that another launcher started
-        several processes, and if the ranks do not meet.
+        several processes, if the ranks do not meet, and in a process forked by one that has joined a job.
         """
         if not dist.is_initialized():
             limit = timedelta(seconds=timeout)
@@ -106,6 +113,8 @@ class Collectives:
             _translated(lambda: self._init_process_group(limit, place))
         world = dist.group.WORLD
         assert world is not None
+        if _joined.setdefault(world, os.getpid()) != os.getpid():
+            raise CollectiveError(_FORKED)
         return Group.of(world, timeout)
 
     def _init_process_group(self, limit: timedelta, place: dict[str, Any]) -> None:
