@@ -33,7 +33,7 @@ LOOPS: Runs = {
     "chosen_by_accelz": (loops.trained, {"told": False}),
 }
 TRAINERS: Runs = {
-    "trainer": (trainer_runs.trained, {"settings": {"gradient_accumulation_steps": 3}}),
+    "trainer": (trainer_runs.trained, {"settings": {"gradient_accumulation_steps": 3}, "told": False}),
     "resumed": (trainer_runs.twice, {}),
     "dora": (peft_runs.adapted, {"kind": "dora"}),
     "sft": (trl_runs.fine_tuned, {"settings": {"packing": True}, "adapter": True}),

@@ -105,9 +105,13 @@ def trained(
     settings: dict[str, Any] | None = None,
     evaluate_first: bool = False,
     most_rows: int = 64,
+    told: bool = True,
 ) -> dict[str, Any]:
-    """most_rows: that fit into memory, of a batch that is trained on."""
+    """most_rows: that fit into memory, of a batch that is trained on. told: whether Accelerate is told of the
+    device; where it is not, the trainer has to do so."""
     begin_job(context)
+    if stage is not None and not told:
+        del os.environ["ACCELERATE_TORCH_DEVICE"]
     model = language_model()
     model.register_forward_pre_hook(partial(run_out, most_rows), with_kwargs=True)
     trainer = make_trainer(stage, directory, settings or {}, model)

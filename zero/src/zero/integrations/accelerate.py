@@ -38,6 +38,12 @@ ENGINE = "_zero_engine"  # an attribute of models and optimizers: an engine live
 _OTHERS = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA")
 
 
+def _is_untold_extension() -> bool:
+    """Whether the chosen device is a vendor's extension of torch, of which Accelerate has not been told."""
+    kind = accelz.current().device.type
+    return kind == torch._C._get_privateuse1_backend_name() and DEVICE not in os.environ
+
+
 def _with_extension(options: dict[str, Any]) -> dict[str, Any]:
     """Accelerate's options, by which it uses a device that is a vendor's extension of torch, too.
 
@@ -45,11 +51,24 @@ def _with_extension(options: dict[str, Any]) -> dict[str, Any]:
     which the first Accelerator of a process heeds. It gets no number: the engine makes each rank's device the
     current one.
     """
-    kind = accelz.current().device.type
-    if kind != torch._C._get_privateuse1_backend_name() or DEVICE in os.environ:
+    if not _is_untold_extension():
         return options
-    os.environ[DEVICE] = kind
+    os.environ[DEVICE] = accelz.current().device.type
     return {accelz.HOST.type: True} | options
+
+
+def use_extension(arguments: Any) -> None:
+    """The same for TrainingArguments, which have chosen a device already, before a Trainer looks at it.
+
+    It gets a number: a Trainer moves the model before there is an engine. The choice is kept in Accelerate's
+    state and in the cache of the property that made it.
+    """
+    if not _is_untold_extension():
+        return
+    accelerator = accelz.current()
+    accelerator.bind(arguments.local_process_index)
+    os.environ[DEVICE] = str(accelerator.device)
+    arguments.distributed_state.device = vars(arguments)["_setup_devices"] = accelerator.device
 
 
 class Accelerator(accelerate.Accelerator):

@@ -26,7 +26,7 @@ from zero.config.training import Config
 from zero.engine import Engine
 from zero.errors import CheckpointError, ConfigError
 from zero.export import has_adapter
-from zero.integrations.accelerate import ENGINE, Accelerator
+from zero.integrations.accelerate import ENGINE, Accelerator, use_extension
 from zero.integrations.auto_values import config_of
 from zero.integrations.trl import Following, is_sharded, teach_gathering
 from zero.observe.observation import Observing
@@ -73,6 +73,7 @@ class TrainerMixin:
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make the accelerator one that shards."""
+        use_extension(self.args)
         super().create_accelerator_and_postprocess()  # type: ignore[misc]  # of the Trainer after this
         if isinstance(self.zero_config, Mapping | str | Path):
             self.zero_config = config_of(self.zero_config, self.args, self.accelerator.num_processes)
