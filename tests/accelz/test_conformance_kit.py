@@ -13,7 +13,7 @@ import torch
 
 from accelz import Capabilities, MemoryStats, NullStreams
 from accelz.conformance import grouping
-from accelz.conformance.contract import ROLES, ContractBroken, checked
+from accelz.conformance.contract import ROLES, ContractBroken, checked, missing_operator
 from accelz.conformance.marks import WITH_DUTIES
 from accelz.conformance.test_descriptor import DescriptorContract
 from accelz.conformance.test_flat_buffers import FlatBufferContract
@@ -237,6 +237,40 @@ def test_a_missing_operator_is_named_once(tmp_path: Path) -> None:
     assert messages.pop().startswith(
         "torch.aten::randn: not implemented yet on this device\n  do:   register"
     )
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "Could not run 'aten::foo.out' with arguments from the 'acme' backend.",
+        "The operator 'aten::foo.out' is not currently implemented for the acme device.",
+        "foo_overrideable not implemented. You are likely triggering this with tensor backend other than",
+    ],
+)
+def test_torchs_ways_to_say_that_an_operator_is_missing(said: str) -> None:
+    assert missing_operator(NotImplementedError(said)) in ("aten::foo.out", "aten::foo_overrideable")
+
+
+@pytest.mark.parametrize(
+    ("shared", "tests"), [(True, "TestRng"), (False, "buffers_in_common or TestRng")], ids=["alone", "ranks"]
+)
+def test_where_nothing_binds_that_is_all_that_is_said(tmp_path: Path, shared: bool, tests: str) -> None:
+    broken = (
+        f"    accelerator.capabilities = accelz.Capabilities(shared_device={shared})\n"
+        "    def bind(local_rank):\n"
+        "        raise accelz.BackendError('no memory counters')\n"
+        "    accelerator.bind = bind\n"
+    )
+    source = good("liar").replace(
+        "    return accelerator", f"    import accelz\n{broken}    return accelerator"
+    )
+    install(tmp_path, "liar", source)
+    code, summary = forked.check(tmp_path, tests)
+    (failure,) = summary["failures"]
+    assert code == 1
+    assert failure["message"].startswith("Accelerator.bind: must not raise here")
+    assert "no memory counters" in failure["message"]
+    assert summary["not_run"] >= 4
 
 
 def test_one_reason_is_one_entry_in_whatever_cases_it_shows(round_report: Any) -> None:

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from accelz.roles.host import HOST
     from accelz.roles.kernels import Kernels, check_blocks
     from accelz.roles.memory import Memory, MemoryStats
-    from accelz.roles.rng import Rng
+    from accelz.roles.rng import HostRng, Rng
     from accelz.roles.streams import Event, NullStreams, Stream, Streams
     from accelz.selection import current, host_collectives, host_kernels, use
     from accelz.version import __version__ as __version__
@@ -73,7 +73,7 @@ _NAMES = {  # by the modules that they come from, which are imported when a name
     "roles.host": "HOST",
     "roles.kernels": "check_blocks Kernels",
     "roles.memory": "Memory MemoryStats",
-    "roles.rng": "Rng",
+    "roles.rng": "HostRng Rng",
     "roles.streams": "Event NullStreams Stream Streams",
     "selection": "current host_collectives host_kernels use",
 }
@@ -98,6 +98,7 @@ __all__ = [
     "Group",
     "HOST",
     "Handle",
+    "HostRng",
     "Kernels",
     "Memory",
     "MemoryStats",

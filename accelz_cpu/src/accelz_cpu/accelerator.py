@@ -7,9 +7,8 @@ import shutil
 import sys
 
 import torch
-from torch import Tensor
 
-from accelz import Accelerator, Capabilities, NullStreams, Rng
+from accelz import Accelerator, Capabilities, HostRng, NullStreams
 from accelz.gloo import GlooLanes
 from accelz_cpu.common_memory import CommonMemory
 from accelz_cpu.kernels import CpuKernels
@@ -17,19 +16,6 @@ from accelz_cpu.memory import ProcessMemory, keep_freed_memory
 from accelz_cpu.native import library
 from accelz_cpu.native_kernels import NativeKernels
 from accelz_cpu.shared_memory import SharedMemoryCollectives
-
-
-class CpuRng(Rng):
-    """torch's default CPU generator."""
-
-    def seed(self, seed: int) -> None:
-        torch.default_generator.manual_seed(seed)
-
-    def get_state(self) -> Tensor:
-        return torch.default_generator.get_state()
-
-    def set_state(self, state: Tensor) -> None:
-        torch.default_generator.set_state(state)
 
 
 def has_compiler() -> bool:
@@ -56,7 +42,7 @@ def build() -> Accelerator:
         ),
         memory=ProcessMemory(),
         streams=NullStreams(),
-        rng=CpuRng(),
+        rng=HostRng(),
         collectives=SharedMemoryCollectives(native, memory) if native else GlooLanes(),
         flat_buffers=memory,
         kernels=NativeKernels(native) if native else CpuKernels(),

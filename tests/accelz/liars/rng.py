@@ -5,39 +5,39 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from accelz import HostRng
 from accelz.torch_device import TorchRng
-from accelz_cpu.accelerator import CpuRng
 
 from .kept import A_LITTLE, keep
 
 
-class SeedOfEightBits(CpuRng):
+class SeedOfEightBits(HostRng):
     def seed(self, seed: int) -> None:
         super().seed(seed & 0xFF)
 
 
-class SeedRaises(CpuRng):
+class SeedRaises(HostRng):
     def seed(self, seed: int) -> None:
         raise OverflowError("a seed of 16 bits")
 
 
-class StatesKept(CpuRng):
+class StatesKept(HostRng):
     def get_state(self) -> Tensor:
         keep(torch.ones(A_LITTLE))
         return super().get_state()
 
 
-class StateIgnored(CpuRng):
+class StateIgnored(HostRng):
     def set_state(self, state: Tensor) -> None:
         return
 
 
-class SeedIgnored(CpuRng):
+class SeedIgnored(HostRng):
     def seed(self, seed: int) -> None:
         torch.default_generator.manual_seed(7)
 
 
-class StateOfAnotherType(CpuRng):
+class StateOfAnotherType(HostRng):
     def get_state(self) -> Tensor:
         return super().get_state().tolist()  # type: ignore[return-value]
 

@@ -75,7 +75,8 @@ class Outcome:
 
 
 class ClusterError(AssertionError):
-    """A body did not return on every rank. method: the method whose contract broke, or "".
+    """A body did not return on every rank. method: the method whose contract broke, or "". everywhere:
+    whether it broke on every rank.
 
     If a rank broke a contract, the message is that of `ContractBroken`, and then what the other ranks did.
     Ranks that differ in numbers alone are told once.
@@ -85,6 +86,7 @@ class ClusterError(AssertionError):
         # Ranks hang because another one has raised, not the other way round: blame the one that raised.
         told = sorted((o for o in bad if o.method), key=lambda o: o.status != "raised")
         self.method = told[0].method if told else ""
+        self.everywhere = sum(o.method == self.method and o.status == "raised" for o in told) == size
         ways: dict[tuple[str, str], list[Outcome]] = {}
         for o in [*told, *bad]:
             alike_ones = ways.setdefault((o.status, alike(f"{o.error}\n{o.text}")), [])
@@ -193,8 +195,10 @@ class Cluster:
             pending = {pipe: r for r, (_, pipe) in enumerate(self._workers) if r not in outcomes}
             ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
-                self._dump_stacks(list(pending.values()))
-                outcomes.update({r: self._hung(r) for r in pending.values()})
+                alone = all(o.status == "returned" for o in outcomes.values())  # else they wait for another
+                if alone:
+                    self._dump_stacks(list(pending.values()))
+                outcomes.update({r: self._hung(r, alone) for r in pending.values()})
             for pipe in ready:
                 assert isinstance(pipe, Connection)
                 outcome = outcomes[pending[pipe]] = self._receive(pipe, pending[pipe])
@@ -212,9 +216,10 @@ class Cluster:
         assert isinstance(outcome, Outcome)
         return outcome
 
-    def _hung(self, rank: int) -> Outcome:
+    def _hung(self, rank: int, shown: bool) -> Outcome:
         method = self._method(rank)
-        said = f"still {f'in {method}' if method else 'running'} when the time was up; its stack is on stderr"
+        said = f"still {f'in {method}' if method else 'running'} when the time was up"
+        said += "; its stack is on stderr" if shown else ""
         return Outcome(rank, "hung", error=said, method=method)
 
     def _method(self, rank: int) -> str:

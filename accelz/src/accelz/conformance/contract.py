@@ -54,6 +54,7 @@ ATTRIBUTES: dict[type, dict[str, type]] = {
 MISSING_OPERATOR = (
     re.compile(r"Could not run '(aten::[\w.]+)' with arguments from"),
     re.compile(r"[Tt]he operator '(aten::[\w.]+)' is not currently (?:implemented|supported)"),
+    re.compile(r"^(?:aten::)?(\w+_overrideable) not implemented"),
 )
 """What torch says of an operator that a device lacks."""
 
@@ -100,22 +101,26 @@ def expect_close(
         raise ContractBroken(method, expected, came, do)
 
 
-def expect_raises(kind: type[Exception], method: str, expected: str, call: Callable[[], Any]) -> Exception:
-    """Raise ContractBroken unless `call` raises `kind`; return that error."""
+def expect_raises(
+    kind: type[Exception], method: str, expected: str, call: Callable[[], Any], do: str = ""
+) -> Exception:
+    """Raise ContractBroken unless `call` raises `kind`; return that error. do: by default, to raise it."""
+    do = do or f"raise {kind.__name__}"
     try:
         call()
     except Exception as error:
         came = error.__cause__ if isinstance(error, ContractBroken) else error
         if isinstance(came, kind):
             return came
-        raise ContractBroken(method, expected, _short(came or error), f"raise {kind.__name__}") from error
-    raise ContractBroken(method, expected, "no error at all", f"raise {kind.__name__}")
+        raise ContractBroken(method, expected, _short(came or error), do) from error
+    raise ContractBroken(method, expected, "no error at all", do)
 
 
 def missing_operator(error: BaseException) -> str:
     """The name of the operator, "aten::…", whose absence on the device the error reports, or ""."""
     found = (pattern.search(str(error)) for pattern in MISSING_OPERATOR)
-    return next((match[1] for match in found if match), "")
+    name = next((match[1] for match in found if match), "")
+    return f"aten::{name.removeprefix('aten::')}" if name else ""
 
 
 @contextmanager

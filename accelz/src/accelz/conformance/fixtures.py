@@ -27,6 +27,9 @@ from accelz.conformance.marks import WITH_DUTIES, declares, names
 from accelz.conformance.results import rank_in_order
 from accelz.errors import AccelzError
 
+BIND = "Accelerator.bind"
+NOTHING_BINDS = "no process can be bound to a device: every other test would fail for this reason"
+
 UNDECLARED = pytest.StashKey[str]()
 """Set on a test that passed: the capability that it found to work although it is not declared."""
 
@@ -61,10 +64,13 @@ def _clusters(request: pytest.FixtureRequest) -> Iterator[Clusters]:
 
 
 @pytest.fixture(scope="session")
-def cluster(accelerator: Accelerator, _clusters: Clusters) -> Callable[[int], Cluster]:
+def cluster(
+    request: pytest.FixtureRequest, accelerator: Accelerator, _clusters: Clusters
+) -> Callable[[int], Cluster]:
     """`cluster(size)` gives that many ranks: one pool of workers per size, which serves many tests.
 
     Skips if ranks cannot share a device and there are too few. A size whose ranks cannot join is tried once.
+    If none of them can be bound, nothing else is tested.
     """
     failed: dict[int, ClusterError] = {}
 
@@ -78,6 +84,8 @@ def cluster(accelerator: Accelerator, _clusters: Clusters) -> Callable[[int], Cl
             _clusters(size).start()
         except ClusterError as error:
             failed[size] = error
+            if error.method == BIND and error.everywhere:
+                request.session.shouldfail = NOTHING_BINDS
             raise
         return _clusters(size)
 
@@ -92,11 +100,16 @@ def devices_left(accelerator: Accelerator, _clusters: Clusters) -> None:
 
 
 @pytest.fixture(scope="session")
-def _own_device(accelerator: Accelerator, _clusters: Clusters) -> None:
-    """Bind this process to its device, which no rank holds if devices cannot be shared."""
+def _own_device(request: pytest.FixtureRequest, accelerator: Accelerator, _clusters: Clusters) -> None:
+    """Bind this process to its device, which no rank holds if devices cannot be shared. If that fails,
+    nothing else is tested."""
     if not accelerator.capabilities.shared_device:
         _clusters.stop()
-    accelerator.bind(0)
+    try:
+        accelerator.bind(0)
+    except ContractBroken:
+        request.session.shouldfail = NOTHING_BINDS
+        raise
     gc.collect()
     gc.freeze()  # garbage collections in tests then look at the tests' own objects only
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from accelz.accelerator import Accelerator
-from accelz.conformance.contract import expect, expect_close
+from accelz.conformance.contract import expect, expect_close, named
 from accelz.conformance.marks import about, needs, proves
 from accelz.conformance.work import long_work
 from accelz.roles.streams import Event, Stream
@@ -227,7 +227,12 @@ class StreamsContract:
     @needs("streams", "storage_resize")
     def test_keep_alive_protects_bytes_that_a_resize_drops(self, accelerator: Accelerator) -> None:
         """Bytes that a resize drops while another stream has to read them are not reused before that."""
-        _part_with_what_is_read(accelerator, lambda values: values.untyped_storage().resize_(0))
+
+        def drop(values: Tensor) -> None:
+            with named("Capabilities.storage_resize", "untyped_storage().resize_ must work"):
+                values.untyped_storage().resize_(0)
+
+        _part_with_what_is_read(accelerator, drop)
 
 
 def _timed_long_work(accelerator: Accelerator) -> tuple[float, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
+import torch
 from torch import Tensor
 
 
@@ -19,3 +20,16 @@ class Rng(ABC):
     @abstractmethod
     def set_state(self, state: Tensor) -> None:
         """Restore a state of the generator that `get_state()` returned."""
+
+
+class HostRng(Rng):
+    """The host's default generator: for the host, and for devices whose numbers the host draws."""
+
+    def seed(self, seed: int) -> None:
+        torch.default_generator.manual_seed(seed)
+
+    def get_state(self) -> Tensor:
+        return torch.default_generator.get_state()
+
+    def set_state(self, state: Tensor) -> None:
+        torch.default_generator.set_state(state)
