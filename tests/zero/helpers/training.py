@@ -164,15 +164,16 @@ def train_averaging(
 
 
 def _average(parameters: list[nn.Parameter], ranks: int) -> None:
-    """Average gradients, those of a dtype in one collective: tests spend their time here."""
+    """Average gradients over the host, those of a dtype in one collective: tests spend their time here."""
     used = torch.tensor([float(p.grad is not None) for p in parameters])
     torch.distributed.all_reduce(used)
     for dtype in dict.fromkeys(p.dtype for p in parameters):
         alike = [p for p in parameters if p.dtype is dtype]
-        flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in alike])
+        whole = [(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in alike]
+        flat = torch.cat(whole).cpu()
         torch.distributed.all_reduce(flat)
         for parameter, part in zip(alike, (flat / ranks).split([p.numel() for p in alike]), strict=True):
-            parameter.grad = part.view(parameter.shape)
+            parameter.grad = part.view(parameter.shape).to(parameter.device)
     for parameter, any_rank in zip(parameters, used.tolist(), strict=True):
         parameter.grad = parameter.grad if any_rank else None
 
@@ -185,17 +186,20 @@ def train_mixed_reference(
     steps: int,
     dtype: torch.dtype,
 ) -> Run:
-    """Unsharded training with 16-bit weights and gradients, fp32 masters and fp32 optimizer state."""
-    _where_torch_averages(context, model)
+    """Unsharded training with 16-bit weights and gradients, fp32 masters and fp32 optimizer state.
+
+    On the device: in 16 bits, the host's kernels may round each operator's parts otherwise.
+    """
+    where_kernels_are(context, model)
     narrow = copy.deepcopy(model)
     for parameter in narrow.parameters():
         parameter.data = parameter.data.to(dtype)
-    parallel = DistributedDataParallel(_Wrapped(narrow, loss), find_unused_parameters=True)
     optimize = optimizer(model)  # steps the masters, which are the original model
     run = Run()
     for step in range(steps):
-        value = parallel(step, context.rank)
+        value = loss(narrow, step, context.rank)
         value.backward()
+        _average(list(narrow.parameters()), context.size)
         for master, weight in zip(model.parameters(), narrow.parameters(), strict=True):
             master.grad = None if weight.grad is None else weight.grad.float()
             weight.grad = None
