@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import zero
@@ -45,6 +46,16 @@ class Recomputed(Sometimes):
         x = x.requires_grad_()
         for _ in range(3):
             x = checkpoint(self.sometimes.layers[0], x, False, use_reentrant=True)
+        return x.square().mean()
+
+
+class Late(Sometimes):
+    """Parts are used in their blocks or before: gradients then come after a reduction (below stage 3)."""
+
+    def forward(self, tokens: Tensor, x: Tensor, number: int) -> Tensor:
+        for layer in self.sometimes.layers:
+            before = F.linear(x, layer.extra.weight, layer.extra.bias) if number % 3 == 1 else x
+            x = layer(before, use_extra=number % 3 == 2)
         return x.square().mean()
 
 
@@ -122,6 +133,13 @@ IN_PARTS: list[dict[str, Any]] = [
     {"kind": Recomputed, **BF16, **more}
     for more in ({}, LOCAL, {"stage": 1}, {"stage": 0, **LOCAL}, {**LOCAL, "reduce_dtype": "fp32"})
 ]
+LATE: list[dict[str, Any]] = [
+    {"kind": Late, "stage": 2},
+    {"kind": Late, "stage": 2, **BF16},
+    {"kind": Late, "stage": 2, "offload": AWAY},
+    {"kind": Late, "stage": 0, **BF16},
+    {"kind": Late, "stage": 2, "offload": DISK},
+]
 COPIES: list[dict[str, Any]] = [
     {**BF16, "shard_ranks": 2},
     {**BF16, **LOCAL, "shard_ranks": 2},
@@ -141,6 +159,8 @@ RUNS: dict[str, tuple[int, list[dict[str, Any]], list[int], tuple[int, ...]]] = 
     "two ranks": (2, FEW, [1, 3, 5, 6, 8, 10, 13], EITHER),
     "three ranks": (3, FEW[:5], [], (3,)),
     "in parts": (2, IN_PARTS, [0, 4], (3,)),
+    "late": (2, LATE, [1, 2], (3,)),
+    "late in copies": (4, [{**LATE[1], "shard_ranks": 2}, {**LATE[2], "shard_ranks": 2}], [0], (3,)),
     "copies": (4, COPIES, [1, 3, 5], (3,)),
     "copies, one backward": (4, COPIES[1:4], [], (1,)),
 }

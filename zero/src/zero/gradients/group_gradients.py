@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from accelz import FlatBuffer, Slot
+from accelz import HOST, FlatBuffer, Slot
 from zero.config.training import DTYPES, Config
 from zero.gradients.reduced_slice import ReducedSlice, added
 from zero.sharding.flat_group import FlatGroup
@@ -87,8 +87,8 @@ class GroupGradients:
     whole: the buffer that is being filled. filled: parameters that have a value in it.
     A step may take any number of backwards, as `policy.open` says. What another one adds to is then kept
     beside the slice, as it was before its reduction: the whole buffer, or the slice before it was summed over
-    replicas. `begin_backward` puts it back, so that sums are taken in the order of a step whose number of
-    backwards is known.
+    replicas or gradients that came late were added. `begin_backward` puts it back, so that sums are taken in
+    the order of a step whose number of backwards is known.
     reduced: whether it has been handed to a reduction in this backward.
     locally_used: parameters that got a gradient on this rank since the last agreement. used: those that got
         one on any rank since the last step.
@@ -117,8 +117,9 @@ class GroupGradients:
         self._under_slice: FlatBuffer | None = None  # the whole buffer in which the slice lives
         self._unreduced: FlatBuffer | None = None  # the whole buffer from before its reduction
         self._in_unreduced: set[int] = set()  # parameters that have a value in it
-        self._of_copy: Tensor | None = None  # the slice from before its sum over replicas
+        self._slice_before: Tensor | None = None  # its sum over replicas, or what came late
         self._keeps_whole = policy.keeps_whole
+        self._keeps_late = False  # what is about to be reduced came late, and stays for another backward
         self._begun = False  # there was a backward since clear()
         self._adds = False  # the whole buffer is for several backwards
         self._travels_in: torch.dtype | None = None  # if not in that of the whole buffer
@@ -217,7 +218,7 @@ class GroupGradients:
         whole, self.whole = self.whole, None
         filled, self.filled = self.filled, set()
         self.reduced = True
-        if self._keeps_whole:
+        if self._keeps_whole or self._keeps_late:
             self._keep(whole, filled)
         dtype = self._policy.reduce_dtype or self._travels_in or whole.data.dtype
         in_place = self.group.shards == 1
@@ -252,12 +253,23 @@ class GroupGradients:
         is no whole buffer for it to add to."""
         if self._policy.open and not self._policy.keeps_whole:
             slice_ = self.slice.near
-            self._of_copy = self.allocate(slice_.nbytes, slice_.clone)
+            self._slice_before = self.allocate(slice_.nbytes, slice_.clone)
 
     def add_to_kept_slice(self, slice_: Tensor) -> None:
         """Add a slice that is about to be summed over replicas by itself."""
-        if self._of_copy is not None:
-            self._of_copy = added(self._of_copy, slice_, self._accelerator.kernels)
+        if self._slice_before is not None and not self._keeps_late:
+            self._slice_before = added(self._slice_before, slice_, self._accelerator.kernels)
+
+    def keep_late(self) -> None:
+        """Gradients that came late on some rank are about to be reduced. Keep them, and the slice that they
+        are added to, if another backward may follow: its own are then added to them first, on each rank."""
+        if not self._policy.open or self._policy.local:
+            return
+        self._keeps_late = True
+        if self._slice_before is None and (slice_ := self.slice.find()) is not None:
+            near = self.group.placement.gradients.near
+            room = self._accelerator.device if near else HOST
+            self._slice_before = self.allocate(self.slice_bytes, lambda: slice_.to(room).clone())
 
     def drop_kept(self) -> None:
         """Keep nothing from before reductions: what further backwards leave is added to the slice. Called
@@ -265,14 +277,15 @@ class GroupGradients:
         if self._unreduced is not None:
             unreduced, self._unreduced = self._unreduced, None
             self.release_whole(unreduced)
-        self._of_copy = None
+        self._slice_before = None
         self._keeps_whole = False
 
     def device_bytes(self) -> int:
         """Bytes of the device in use; a slice that lives in a whole buffer counts as that."""
         wholes = (self.whole, self._unreduced, self._under_slice)
         held = sum(whole.nbytes for whole in wholes if whole is not None)
-        held += 0 if self._of_copy is None else self._of_copy.nbytes
+        before = self._slice_before
+        held += 0 if before is None or before.device != self._accelerator.device else before.nbytes
         return held + (self.slice.device_bytes() if self._under_slice is None else 0)
 
     @property
@@ -290,14 +303,15 @@ class GroupGradients:
 
     def _put_back(self) -> None:
         """Make the latest reduction undone, to be made anew with the gradients that are about to come."""
+        if self._unreduced is None and self._slice_before is None:
+            return
+        self._drop_slice()
         if self._unreduced is not None:
             self.whole, self._unreduced = self._unreduced, None
             self.filled = self._in_unreduced
-            self._drop_slice()
-        elif self._of_copy is not None:
-            self._drop_slice()
-            self.slice.add(self._of_copy)
-            self._of_copy = None
+        if self._slice_before is not None:
+            self.slice.add(self._slice_before)
+            self._slice_before = None
 
     def _drop_slice(self) -> None:
         self.slice.clear()
@@ -308,6 +322,7 @@ class GroupGradients:
 
     def _forget_progress(self) -> None:
         self._travels_in = None
+        self._keeps_late = False
         self.fired.clear()
         self.closed = False
         self.reduced = False

@@ -162,13 +162,15 @@ class GradientReducer:
         self._reduce_all([g for g in self._order if not g.reduced and (g.filled or not self._alone)])
         self._learn_order()
         if agree:
-            self.agree_on_usage()
+            self.agree_on_usage(self._last)
 
-    def agree_on_usage(self) -> None:
-        """Agree with the other ranks on which parameters were used, and reduce the gradients that came late.
-        Collective."""
+    def agree_on_usage(self, last: bool = True) -> None:
+        """Agree with the other ranks on which parameters were used, and reduce the gradients that came late,
+        which before the last micro-batch wait for the next one's. Collective."""
         late = self._used_and_late()
-        if late:
+        if late and last:
+            for gradients in late:
+                gradients.keep_late()
             self._reduce_all(late)
             self._communicator.agree()
 
