@@ -12,8 +12,14 @@ import torch
 
 from accelz.conformance.cluster import Cluster, Clusters, preload
 
-BODIES_IMPORT = ("torch._dynamo", "torch.nn.parallel.distributed", "zero.engine", "zero.setup.initialization")
-"""Where a rank trains: optimizers import dynamo, which takes longer than most bodies."""
+BODIES_IMPORT = (
+    "torch._functorch.aot_autograd",
+    "torch.nn.parallel.distributed",
+    "zero.engine",
+    "zero.setup.initialization",
+)
+"""Where a rank trains: optimizers import dynamo, and compiled models the first of these as well; both take longer
+than most bodies."""
 RANKS = {"cluster", "clusters", "disposable", "several", "sim"}
 """Fixtures that start other processes."""
 MARKERS = (
@@ -35,9 +41,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--quick", action="store_true", help="what one process tests at once, and tests marked quick"
     )
     parser.addoption("--max-ranks", type=int, default=8, help="skip distributed tests with more ranks")
-    parser.addoption("--kills", type=int, default=12, help="how often a job that saves is killed")
+    parser.addoption("--kills", type=int, default=8, help="how often a job that saves is killed")
     parser.addoption("--runs", type=int, default=0, help="how many runs are drawn at random, if not few")
-    parser.addoption("--mutations", type=int, default=500, help="how many changed files are read")
+    parser.addoption("--mutations", type=int, default=250, help="how many changed files are read")
 
 
 def pytest_configure(config: pytest.Config) -> None:

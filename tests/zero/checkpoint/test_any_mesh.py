@@ -27,6 +27,13 @@ pytestmark = pytest.mark.host  # meshes of gloo's
 
 
 LOADED = ("no mesh", "dp tp", "tp of four", "ep tp", "dp ep", "twice", "pp tp", "parts")
+PAIRS = [
+    (saved, loaded)
+    for number, saved in enumerate(LAYOUTS)
+    for other, loaded in enumerate(LOADED)
+    if (number + other) % 2 == 0 or saved == loaded
+]
+"""Each layout is loaded by half of the others, and by itself."""
 DCP = ("dp tp", "ep tp", "twice")  # also saved by torch.distributed.checkpoint
 
 
@@ -47,8 +54,9 @@ def table_body(context: Context, folder: str) -> dict[Any, list[str]]:
     for name in LOADED:
         job = Job(LAYOUTS[name], 100)
         for saved, expected in wholes.items():
-            job.engine.load_checkpoint(Path(folder) / saved)
-            found[saved, name] = job.has(expected)
+            if (saved, name) in PAIRS:
+                job.engine.load_checkpoint(Path(folder) / saved)
+                found[saved, name] = job.has(expected)
     return found | pretrained(context, Path(folder), wholes)
 
 
@@ -71,8 +79,7 @@ def table(cluster: Clusters, tmp_path_factory: pytest.TempPathFactory) -> tuple[
     return folder, cluster(RANKS).run(table_body, folder=str(folder), limit=120)
 
 
-@pytest.mark.parametrize("loaded", LOADED)
-@pytest.mark.parametrize("saved", LAYOUTS)
+@pytest.mark.parametrize(("saved", "loaded"), PAIRS)
 def test_any_job_loads_what_any_other_has_saved(
     table: tuple[Path, list[Any]], saved: str, loaded: str
 ) -> None:

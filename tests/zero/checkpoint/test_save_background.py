@@ -99,6 +99,7 @@ engine.save_checkpoint(sys.argv[1], async_=True)
 
 
 @pytest.mark.slow
+@pytest.mark.host  # of a process's end
 def test_a_program_that_ends_completes_its_save(device: str, tmp_path: Path) -> None:
     environment = {**os.environ, "ACCELZ_DEVICE": device}
     path = tmp_path / "c"
