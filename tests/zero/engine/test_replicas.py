@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,9 @@ from torch.optim import Optimizer
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
+from tests.zero.conftest import Abilities
 from tests.zero.helpers.loops import train_on
-from tests.zero.helpers.models import LanguageModel, Stack, fresh, language_loss
+from tests.zero.helpers.models import LanguageModel, Stack, features, fresh, language_loss
 from tests.zero.helpers.optimizers import sgd
 from tests.zero.helpers.paths import decaying, straight
 from tests.zero.helpers.training import (
@@ -68,21 +69,34 @@ SETTINGS: dict[str, tuple[Settings, int]] = {
 }
 
 
-def parity_body(context: Context) -> dict[str, float]:
+FEW = (
+    "stage 1",
+    "clipped",
+    "accumulated at stage 2",
+    "accumulated locally",
+    "state on the host",
+    "persistent",
+)
+"""What devices other than the host are trained with."""
+
+
+def parity_body(context: Context, names: Sequence[str]) -> dict[str, float]:
     """Errors with an optimizer for which the magnitude of gradients matters."""
     errors = {}
+    chosen = {name: SETTINGS[name] for name in names}
     references = {
         (steps, clip): train_reference(context, fresh(), language_loss, sgd, STEPS, steps, clip)
-        for steps, clip in {(steps, more.get("clip_norm")) for more, steps in SETTINGS.values()}
+        for steps, clip in {(steps, more.get("clip_norm")) for more, steps in chosen.values()}
     }
-    for name, (settings, steps) in SETTINGS.items():
+    for name, (settings, steps) in chosen.items():
         run = train_zero(context, fresh(), language_loss, config(**settings), sgd, STEPS)
         errors[name] = errors_of(run, references[steps, settings.get("clip_norm")])
     return errors
 
 
-def test_copies_train_as_one(cluster: Clusters) -> None:
-    for found in cluster(RANKS).run(parity_body, limit=120):
+def test_copies_train_as_one(cluster: Clusters, abilities: Abilities) -> None:
+    names = FEW if abilities.apart else list(SETTINGS)
+    for found in cluster(RANKS).run(parity_body, limit=120, names=names):
         assert max(found.values()) < 1e-5, found
 
 
@@ -93,7 +107,7 @@ def beside(model: nn.Module) -> list[Optimizer]:
     return [torch.optim.Muon(matrices, lr=1e-2), torch.optim.AdamW(rest, lr=1e-3)]
 
 
-def narrow_body(context: Context, folder: str) -> dict[str, tuple[float, bool]]:
+def narrow_body(context: Context, folder: str, left_out: Sequence[str]) -> dict[str, tuple[float, bool]]:
     """Compare settings that round, or that have no unsharded counterpart, with the same with one copy."""
     ways: dict[str, tuple[Settings, Callable[[nn.Module], Any]]] = {
         "bf16": ({"precision": "bf16"}, adamw),
@@ -117,6 +131,8 @@ def narrow_body(context: Context, folder: str) -> dict[str, tuple[float, bool]]:
     }
     found = {}
     for name, (settings, optimizer) in ways.items():
+        if name in left_out:
+            continue
         one = train_zero(
             context, fresh(), language_loss, zero.Config(timeout=20, **settings), optimizer, STEPS
         )
@@ -139,11 +155,17 @@ BOUNDS = {
 }
 
 
-def test_what_rounds_and_what_is_elsewhere(cluster: Clusters, tmp_path: Path) -> None:
-    for found in cluster(RANKS).run(narrow_body, limit=180, folder=str(tmp_path)):
+def test_what_rounds_and_what_is_elsewhere(cluster: Clusters, abilities: Abilities, tmp_path: Path) -> None:
+    alike = ("bf16", "reduced in bf16", "disk") if abilities.apart else ()  # like others of these on devices
+    for found in cluster(RANKS).run(narrow_body, limit=180, folder=str(tmp_path), left_out=alike):
         for name, (error, equal) in found.items():
             assert error < BOUNDS.get(name, 2e-2), (name, error)
             assert equal, name
+
+
+def two_blocks(model: nn.Module, step: int, rank: int) -> Tensor:
+    loss: Tensor = model(features(step, rank, model), (0, 1)).loss
+    return loss
 
 
 def compiled_body(context: Context) -> bool:
@@ -151,10 +173,11 @@ def compiled_body(context: Context) -> bool:
     for compile in (zero.Compile(inner="aot_eager"), None):
         torch.manual_seed(2)
         settings = config(compile=compile, timeout=60, gradient_accumulation_steps=2)
-        runs.append(train_zero(context, Stack(), straight, settings, decaying, 2))
+        runs.append(train_zero(context, Stack(2), two_blocks, settings, decaying, 2))
     return same_bits(*runs)
 
 
+@pytest.mark.host  # copies of compiled models differ in no other way than those of others
 def test_compiled(cluster: Clusters) -> None:
     assert all(cluster(RANKS).run(compiled_body, limit=180))
 
@@ -168,14 +191,14 @@ def relieved_body(context: Context) -> dict[str, Any]:
         model = fresh()
         engine = zero.initialize(model, sgd(model), given)
         losses = []
-        for step in range(10):
+        for step in range(6):
             loss = language_loss(model, step, context.rank)
             engine.backward(loss)
-            if given is settings and step == 6 and context.rank == 2:
+            if given is settings and step == 2 and context.rank == 2:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")
                     moved = engine._placement.relieve(1 << 40)  # type: ignore[attr-defined]
-            if step == 8:  # in the middle
+            if step == 4:  # in the middle
                 gradient = engine.full_gradient("head.weight")
                 assert gradient is not None
                 losses.append(float(gradient.norm()))
@@ -185,9 +208,7 @@ def relieved_body(context: Context) -> dict[str, Any]:
     return {"error": relative_error(runs[1], runs[0]), "moved": moved}
 
 
-def test_a_rank_that_is_relieved_alone(cluster: Clusters, device: str) -> None:
-    if device == "cpu":
-        pytest.skip("needs a device that is not the host")
+def test_a_rank_that_is_relieved_alone(cluster: Clusters, apart: None) -> None:
     results = cluster(RANKS).run(relieved_body)
     assert results[2]["moved"] > 0
     for found in results:
