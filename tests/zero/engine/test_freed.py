@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 import zero
 from accelz.conformance.cluster import Clusters, Context
 from tests.zero.helpers.models import device_of
-from tests.zero.helpers.training import adamw
+from tests.zero.helpers.training import adamw, collected
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
 from zero.sharding.flat_group import FlatGroup
 
@@ -80,6 +80,7 @@ def living_parts() -> set[int]:
     return {id(part) for part in found if not isinstance(part, fx.GraphModule)}
 
 
+@collected()
 def freed_body(context: Context) -> dict[str, list[int]]:
     """Parts and parameters that are left of each engine."""
     found = {}

@@ -102,7 +102,7 @@ def leak_body(context: Context) -> tuple[int, int, int, int]:
 
     steps(0, 5)
     before = live()
-    steps(5, 40)
+    steps(5, 15)
     return (*before, *live())
 
 

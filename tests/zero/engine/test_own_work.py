@@ -120,7 +120,9 @@ def transform_body(context: Context, settings: dict[str, Any]) -> dict[str, floa
     return found
 
 
-@pytest.mark.parametrize("way", ["2", "3", "on demand", "on disk"])
+@pytest.mark.parametrize(
+    "way", [*(pytest.param(way, marks=pytest.mark.host) for way in ("2", "on demand")), "3", "on disk"]
+)
 def test_transforms_and_forward_mode(cluster: Clusters, way: str, tmp_path: Path) -> None:
     settings: dict[str, dict[str, Any]] = {
         "2": {"stage": 2},

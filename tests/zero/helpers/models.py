@@ -103,6 +103,6 @@ def language_loss(model: nn.Module, step: int, rank: int) -> Tensor:
     return model(tokens(step, rank, model))["loss"]
 
 
-def fresh() -> LanguageModel:
+def fresh(layers: int = 3) -> LanguageModel:
     torch.manual_seed(3)
-    return LanguageModel()
+    return LanguageModel(layers)

@@ -66,9 +66,9 @@ class SideChannel(nn.Module):
 
 
 class Mixture(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, layers: int = 3) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(SideChannel() for _ in range(3))
+        self.layers = nn.ModuleList(SideChannel() for _ in range(layers))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -185,10 +185,10 @@ def architectures_body(context: Context) -> dict[str, float]:
     for kind in ARCHITECTURES:
         torch.manual_seed(2)
         model = kind()
-        reference = train_averaging(context, model, plain_loss, steps=6)
+        reference = train_averaging(context, model, plain_loss, steps=4)
         for persistent in (0, WIDTH + 1):
             config = zero.Config(persistent_below=persistent, timeout=10)
-            run = train_zero(context, copy.deepcopy(model), plain_loss, config, steps=6)
+            run = train_zero(context, copy.deepcopy(model), plain_loss, config, steps=4)
             errors[f"{kind.__name__}, persistent below {persistent}"] = error_of(run, reference)
     return errors
 
@@ -203,7 +203,7 @@ def kept_output_body(context: Context, compile: bool) -> list[bool]:
 
     def trained(backward: bool) -> tuple[weakref.ref[Any], weakref.ref[Any]]:
         torch.manual_seed(2)
-        model = Mixture()
+        model = Mixture(1)
         compiling = zero.Compile(inner="aot_eager") if compile else None
         engine = zero.initialize(model, decaying(model), zero.Config(timeout=10, compile=compiling))
         engine.backward(plain_loss(model, 0, context.rank))

@@ -15,6 +15,7 @@ from accelz.conformance.cluster import Clusters, Context
 from tests.zero.helpers.loops import train_on
 from tests.zero.helpers.models import device_of
 from tests.zero.helpers.training import adamw, scaled_error
+from tests.zero.helpers.worlds import UP_TO_TWO
 
 WIDTH = 16
 
@@ -66,7 +67,7 @@ def trained(context: Context, model: dict[str, Any], autocast: bool, **settings:
     module = Conditioned(**model)
     engine = zero.initialize(module, adamw(module), zero.Config(timeout=20, **settings))
     losses = []
-    for step in range(6):
+    for step in range(4):
         with torch.autocast(device_of(module).type, torch.bfloat16, enabled=autocast):
             loss = engine(batch(step, context.rank, module)).float().square().mean()
         train_on(engine, loss)
@@ -94,7 +95,7 @@ def lent_body(context: Context) -> list[tuple[bool, float, dict[str, Any]]]:
     return found
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", UP_TO_TWO)
 def test_training_is_that_of_whole_parameters(cluster: Clusters, size: int) -> None:
     """Bit for bit; under autocast, gradients of the two uses are added up before or after they are cast."""
     for found in cluster(size).run(lent_body, limit=60):
