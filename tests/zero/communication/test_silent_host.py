@@ -125,7 +125,7 @@ def test_a_failed_collective_is_explained_in_seconds() -> None:
         patch.setattr("zero.communication.reports.SECONDS", 0.2)
         said = reports.describe(failure, reports.exchange({1: "all_gather"}, failure), {})
         Waits(group, "watch", []).places([0], 1)
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 10
     assert "it broke. Nothing is known of the other ranks: the host of the job's store, Silent" in said
 
 
