@@ -64,7 +64,8 @@ def _set_trap(model: Stack, where: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("size", "shard_ranks"), [pytest.param(1, None, marks=pytest.mark.host), (2, None), (4, 2)]
+    ("size", "shard_ranks"),
+    [pytest.param(1, None, marks=pytest.mark.host), (2, None), pytest.param(4, 2, marks=pytest.mark.host)],
 )
 def test_an_exception_leaves_the_engine_usable(cluster: Clusters, size: int, shard_ranks: int | None) -> None:
     for found in cluster(size).run(exception_body, shard_ranks=shard_ranks):

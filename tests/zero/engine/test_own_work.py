@@ -257,7 +257,7 @@ def quiet_body(context: Context, saved: str) -> dict[str, float]:
         return contexts_body(context, saved)
 
 
-@pytest.mark.parametrize("saved", ["all", "addmm", ""])
+@pytest.mark.parametrize("saved", [pytest.param("all", marks=pytest.mark.host), "addmm", ""])
 def test_modes_of_the_program(cluster: Clusters, saved: str) -> None:
     for found in cluster(2).run(quiet_body, saved=saved):
         assert max(found.values()) < 1e-6, found

@@ -53,7 +53,11 @@ def loops_body(context: Context, **settings: Any) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "settings"),
-    [pytest.param(1, {}, marks=pytest.mark.host), (2, {}), (2, {"stage": 1, "precision": "bf16"})],
+    [
+        pytest.param(1, {}, marks=pytest.mark.host),
+        (2, {}),
+        pytest.param(2, {"stage": 1, "precision": "bf16"}, marks=pytest.mark.host),
+    ],
 )
 def test_compiled_loops_have_the_same_bits(cluster: Clusters, size: int, settings: dict[str, Any]) -> None:
     """As eager ones have in `gradients/test_windows.py`."""
