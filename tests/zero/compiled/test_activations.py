@@ -81,7 +81,7 @@ def paths_body(context: Context) -> dict[str, Any]:
     """Several forwards before a backward, accumulation, other lengths, evaluation."""
 
     def losses(where: str) -> list[float]:
-        engine = build(fresh(layers=2), where, gradient_accumulation_steps=2)
+        engine = build(fresh(), where, gradient_accumulation_steps=2)
         values: list[Tensor] = []
         for step in range(2):
             for part in range(2):

@@ -218,11 +218,13 @@ def test_several_forwards_before_a_backward(
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
-    "some stay whole": {"persistent_below": 200},
-    "accumulation": {"gradient_accumulation_steps": 2},
-    "local accumulation": {"gradient_accumulation_steps": 2, "accumulate": "local"},
+    "accumulation, some stay whole": {"gradient_accumulation_steps": 2, "persistent_below": 200},
+    "local accumulation, gradients on the host": {
+        "gradient_accumulation_steps": 2,
+        "accumulate": "local",
+        "offload": zero.Offload(optimizer="host", gradients="host"),
+    },
     "clipped": {"clip_norm": 0.1, "stage": 2},
-    "gradients on the host": {"offload": zero.Offload(optimizer="host", gradients="host")},
     "sent in bf16": {"reduce_dtype": "bf16", "persistent_below": 200},
 }
 
@@ -247,12 +249,13 @@ def steady(model: nn.Module) -> Optimizer:
 
 
 def settings_body(context: Context) -> dict[str, tuple[list[Tensor], list[Tensor]]]:
+    """One rank alone has all units resident, whatever the settings: the first two are enough."""
     found = {}
-    for name, settings in SETTINGS.items():
+    for name, settings in list(SETTINGS.items())[: 2 if context.size == 1 else None]:
         values = []
         for compile in (None, AOT):
             torch.manual_seed(7)
-            model = Transformer(layers=2)
+            model = Transformer()
             config = zero.Config(compile=compile, timeout=20, **settings)
             values.append(several_steps(zero.initialize(model, steady(model), config)))
         found[name] = values[0], values[1]

@@ -168,7 +168,8 @@ def test_exceptions_leave_the_engine_usable(cluster: Clusters) -> None:
 
 
 def two_engines_body(context: Context) -> bool:
-    alone = build()
+    """Beside each other they train as one does alone, eagerly."""
+    alone = build(None)
     expected = [step(alone, number) for number in range(3)]
     first, second = build(), build()
     losses = [(step(first, number), step(second, number)) for number in range(3)]
@@ -180,7 +181,8 @@ def test_engines_beside_each_other(cluster: Clusters) -> None:
 
 
 @collected()
-def leak_body(context: Context) -> tuple[int, int]:
+def leak_body(context: Context) -> tuple[int, int, bool]:
+    """Tensors after 10 steps and after 100 more; then, whether the engine goes with all that it has."""
     engine = build()
 
     for number in range(10):
@@ -188,26 +190,18 @@ def leak_body(context: Context) -> tuple[int, int]:
     before = living(Tensor)
     for number in range(100):
         step(engine, number)
-    return before, living(Tensor)
-
-
-def test_nothing_grows_over_100_steps(cluster: Clusters) -> None:
-    """Threads of gloo have the last exchanges' tensors for a moment, before or after."""
-    for before, after in cluster(2).run(leak_body, limit=120):
-        assert after < before + 50
-
-
-def freed_body(context: Context) -> bool:
-    engine = build()
-    step(engine, 0)
+    after = living(Tensor)
     alive, values = weakref.ref(engine), weakref.ref(next(engine.module.parameters()))
     del engine
     gc.collect()
-    return alive() is None and values() is None
+    return before, after, alive() is None and values() is None
 
 
-def test_engines_are_freed(cluster: Clusters) -> None:
-    assert all(cluster(2).run(freed_body))
+def test_nothing_grows_over_100_steps_and_engines_are_freed(cluster: Clusters) -> None:
+    """Threads of gloo have the last exchanges' tensors for a moment, before or after."""
+    for before, after, freed in cluster(2).run(leak_body, limit=120):
+        assert after < before + 50
+        assert freed
 
 
 def forget_collectives() -> None:

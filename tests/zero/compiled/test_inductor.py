@@ -28,7 +28,7 @@ STEPS = 4
 
 
 def train(context: Context, compile: zero.Compile, autocast: bool) -> dict[str, Any]:
-    model = fresh(layers=2)  # the compiler takes two seconds for each kernel
+    model = fresh()  # the compiler takes two seconds for each kernel
     engine = zero.initialize(model, adamw(model), zero.Config(compile=compile, timeout=100))
     losses, nbytes = [], {}
     for step in range(STEPS):

@@ -47,9 +47,10 @@ def test_most_time_per_byte_is_chosen_first(room: int, expected: list[str]) -> N
     assert [c.unit for c in choose(all_, room)] == expected
 
 
-def build(budget: int | str, accumulate: int = 1) -> zero.Engine:
+def build(budget: int | str | None, accumulate: int = 1) -> zero.Engine:
+    """budget: None for an eager engine."""
     model = fresh()
-    settings = zero.Compile(inner="aot_eager", persist_budget=budget)
+    settings = None if budget is None else zero.Compile(inner="aot_eager", persist_budget=budget)
     config = zero.Config(compile=settings, timeout=20, gradient_accumulation_steps=accumulate)
     return zero.initialize(model, adamw(model), config)
 
@@ -108,7 +109,7 @@ def test_a_unit_is_gathered_once_until_the_weights_change(cluster: Clusters) -> 
 
 def stale_body(context: Context) -> dict[str, Any]:
     """Whatever changes the weights, the next forward sees the new ones."""
-    plain, kept = build(0), build("1GiB")
+    plain, kept = build(None), build("1GiB")
     for engine in (plain, kept):
         train(engine, DECIDED)
         with torch.no_grad():  # everything persists now
