@@ -59,11 +59,12 @@ def tokens(step: int, data: int) -> Tensor:
 
 
 def body(context: Context, inner: str) -> dict[str, float]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    copies = context.size // 2
+    mesh = init_device_mesh("cpu", (copies, 2), mesh_dim_names=("dp", "tp"))
     mine, reference = mesh.get_local_rank("dp"), Parts(None)
     plain, wanted, norms = sgd(reference), [], []
     for step in range(STEPS):
-        losses = [reference(tokens(step, data)) for data in range(2)]
+        losses = [reference(tokens(step, data)) for data in range(copies)]
         torch.stack(losses).mean().backward()
         norms.append(float(nn.utils.clip_grad_norm_(reference.parameters(), CLIP)))
         plain.step()
@@ -100,5 +101,6 @@ def test_graphs_of_tensor_parallel_models(cluster: Clusters) -> None:
 
 @pytest.mark.slow  # compiles
 def test_generated_code_of_tensor_parallel_models(cluster: Clusters) -> None:
-    for errors in cluster(4).run(partial(body, inner="inductor"), limit=120):
+    """The graph of one copy of the model has all collectives but the gathers, which others have as well."""
+    for errors in cluster(2).run(partial(body, inner="inductor"), limit=120):
         assert max(errors.values()) < 1e-6, errors

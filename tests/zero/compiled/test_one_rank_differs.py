@@ -58,6 +58,7 @@ def by_units_body(context: Context) -> str:
     return str(told.value)
 
 
+@pytest.mark.host
 def test_the_rank_whose_model_is_no_graph_is_named(disposable: Callable[[int], Cluster]) -> None:
     """Its order of gathers is another one: every rank's error says why."""
     for told in disposable(2).run(by_units_body, limit=120):
