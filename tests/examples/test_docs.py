@@ -31,6 +31,7 @@ ELSEWHERE = {
     "docs/meshes.md": "tests/zero/communication/test_mesh_jobs.py has the same calls, with a model",
     "docs/parameters.md": "tests/frameworks/test_quantised_parameters.py has the same calls, with a model",
     "docs/parallel-plans.md": "tests/frameworks/test_parallel.py and tests/zero/parallel have the same calls",
+    "docs/pipelines.md": "tests/zero/training_pass/test_pipelines.py has the same calls, with a model",
     "docs/recipes/lora.md": "tests/frameworks/test_docs.py",
     "docs/vendor-guide.md": "tests/accelz/test_vendor_guide.py",
 }
