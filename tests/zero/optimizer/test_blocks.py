@@ -69,6 +69,7 @@ def trained(
         engine.attach(OPTIMIZERS[name](model))
     losses = []
     for step in range(steps):
+        engine.traffic.clear()
         loss = loss_of(model, step, mesh.get_local_rank("dp"))
         train_on(engine, loss)
         losses.append(loss.item())
@@ -111,6 +112,10 @@ def parity_body(context: Context, path: str) -> dict[str, dict[str, float]]:
                 "weights": compared(engine, model, weights),
                 "state": error_of_state(engine, model, reference, optimizers),
             }
+        model = parallel(mesh["tp"])
+        config = zero.Config(clip_norm=CLIP, **settings)
+        plan = zero.plan(model, OPTIMIZERS[name](model), config, mesh=mesh, data_dims="dp")
+        assert plan.traffic.collectives["all_to_all"] == engine.traffic.bytes["all_to_all"] > 0
         engine.save_checkpoint(f"{path}/{name}")
         for other in (mesh, mesh_of(("dp", 1), ("tp", 4))):
             engine, model, _ = trained(other, name, steps=0)
