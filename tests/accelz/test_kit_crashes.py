@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from accelz.conformance import runner
+from accelz.errors import AccelzError
 
 from .fake_distribution import good, install
 from .forked import answered
@@ -96,3 +97,9 @@ def test_a_process_that_crashes_when_all_is_done_does_not_pass(tmp_path: Path) -
     summary = runner.summary("liar", report, notes, ended)
     assert (summary["failed"], summary["ok"]) == (1, False)
     assert "ended by signal 11 (SIGSEGV) in no test" in summary["failures"][0]["message"]
+
+
+def test_a_kit_that_cannot_start_says_why(tmp_path: Path) -> None:
+    ended = runner.Ended(1, "ModuleNotFoundError: No module named 'py'", silent=False)
+    with pytest.raises(AccelzError, match="the kit did not run: ModuleNotFoundError: No module named 'py'"):
+        runner.summary("foo", tmp_path / "report", tmp_path / "notes", ended)

@@ -21,7 +21,7 @@ from accelz.conformance.results import Setting, Verdict
 from accelz.discovery import WRITTEN_FOR, disabled_names, how_to_have, inspect, installed
 from accelz.errors import AccelzError, BackendError, BackendNotFoundError, BackendUnavailableError
 
-NO_TESTS, USAGE = 5, 4  # pytest's exit codes
+FAILED, USAGE, NO_TESTS = 1, 4, 5  # pytest's exit codes; the first also where Python cannot start it
 ORDINARY = range(6)
 """pytest's exit codes: any other is that of a process that something else has ended."""
 ISOLATED = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": ""}
@@ -179,7 +179,7 @@ def summary(name: str, report: Path, notes: Path, ended: Ended) -> dict[str, Any
     ended: how the last process did.
     """
     events = _events(report)
-    if ended.code == USAGE:
+    if ended.code == USAGE or (not events and ended.code == FAILED):
         refused = next((e["reason"] for e in events if e["event"] == "refused"), None)
         raise AccelzError(refused or f"the kit did not run: {ended.output.strip() or 'see above'}")
     told = [(e.pop("event"), e) for e in events]
