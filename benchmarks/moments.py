@@ -1,4 +1,4 @@
-"""`python -m benchmarks.moments`: moments in bf16 beside fp32, in one process: losses, step and memory."""
+"""`python -m benchmarks.moments`: moments in bf16 and 8 bits beside fp32: losses, step and memory."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from torch import Tensor
 
 import accelz
 import zero
+from accelz.dynamic_map import BLOCK
 from accelz.updates import AdamWUpdate
 from benchmarks.model import SIZES, Decoder
 from benchmarks.result import ratio
 from zero.config.training import Moments
 
-WAYS: tuple[Moments, ...] = ("fp32", "bf16", "bf16_stochastic")
+WAYS: tuple[Moments, ...] = ("fp32", "bf16", "bf16_stochastic", "8bit")
+DTYPES = {"fp32": torch.float32, "8bit": torch.uint8}  # others: bf16
 SEEDS = (0, 1, 2)
 STEPS, LAST = 300, 50
 LENGTH, BATCH = 32, 8
@@ -62,7 +64,8 @@ def report_losses() -> None:
 
 
 def update_of(moments: Moments) -> AdamWUpdate:
-    dtype = torch.float32 if moments == "fp32" else torch.bfloat16
+    dtype = DTYPES.get(moments, torch.bfloat16)
+    blocks = ELEMENTS // BLOCK if moments == "8bit" else 0
     generator = torch.Generator().manual_seed(0)
     return AdamWUpdate(
         master=torch.randn(ELEMENTS, generator=generator),
@@ -77,6 +80,7 @@ def update_of(moments: Moments) -> AdamWUpdate:
         beta2=0.999,
         eps=1e-8,
         stochastic=moments == "bf16_stochastic",
+        scales=(torch.zeros(blocks), torch.zeros(blocks)) if blocks else (),
     )
 
 
@@ -94,9 +98,10 @@ def report_steps() -> None:
                 seconds[way].append((time.perf_counter() - begin) / REPEATS)
     print(f"\n{ELEMENTS:,} elements, {torch.get_num_threads()} threads, {ROUNDS} rounds of {REPEATS} steps")
     for way, update in updates.items():
-        state = update.master.nbytes + sum(moment.nbytes for moment in update.moments)
+        kept = (update.master, *update.moments, *update.scales)
+        state = sum(values.nbytes for values in kept)
         times = f"{1e3 * median(seconds[way]):.2f} ms | {ratio(seconds[way], seconds['fp32']):.3f}"
-        print(f"| {way} | {times} | {state / ELEMENTS:.0f} bytes |")
+        print(f"| {way} | {times} | {state / ELEMENTS:.2f} bytes |")
 
 
 def main() -> None:

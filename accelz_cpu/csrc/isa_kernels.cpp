@@ -103,6 +103,16 @@ inline void narrow(fp16 *__restrict output, const float *__restrict values, size
     for (; i < n; i++) output[i] = rounded_to_fp16(values[i]);
 }
 
+// As bits, which order absolute values and put nonfinite ones on top.
+inline uint32_t largest_size(const float *values, size_t n) {
+    uint32_t most = 0;
+    for (size_t i = 0; i < n; i++) {
+        const uint32_t size = bit_cast<uint32_t>(values[i]) & 0x7fffffffu;
+        most = most > size ? most : size;
+    }
+    return most;
+}
+
 // Call body with a null pointer of the dtype's type.
 template <class Body>
 inline void with_type(int dtype, Body body) {
@@ -226,16 +236,6 @@ inline float decoded(e4m3 code) {
     const uint32_t normal = (rest << 20) + ((127 - 7) << 23);
     const uint32_t subnormal = bit_cast<uint32_t>(float(int32_t(rest)) * 0x1p-9f);
     return bit_cast<float>(sign | (rest == 0x7fu ? 0x7fc00000u : rest < 8 ? subnormal : normal));
-}
-
-// As bits, which order absolute values and put nonfinite ones on top.
-inline uint32_t largest_size(const float *values, size_t n) {
-    uint32_t most = 0;
-    for (size_t i = 0; i < n; i++) {
-        const uint32_t size = bit_cast<uint32_t>(values[i]) & 0x7fffffffu;
-        most = most > size ? most : size;
-    }
-    return most;
 }
 
 // Returns the scale: NaN for a block with nonfinite values, 0 for one so small that it has no reciprocal.

@@ -15,9 +15,9 @@ inline bool is_near(float weight) { return weight < 0.5f; }
 // The factor on the gradient.
 inline float factor_of(const accelz_update &u) { return float(u.sign) * (u.grad_scale ? *u.grad_scale : 1.0f); }
 
-template <class T>
+template <size_t SIZE = TILE, class T>
 inline void prefetch_tile(const T *from) {
-    for (size_t i = 0; i < TILE; i += LINE / sizeof(T)) __builtin_prefetch(from + i);
+    for (size_t i = 0; i < SIZE; i += LINE / sizeof(T)) __builtin_prefetch(from + i);
 }
 
 // As `noise_of` in accelz.updates: what is added to the bits of new moments before those that bf16 lacks are dropped.
@@ -60,11 +60,105 @@ struct Rounded {
     }
 };
 
+// 8 bits: codes of a dynamic map, as in accelz.dynamic_map, whose tiles are blocks.
+//
+// A decade's codes are evenly spaced, so the size of a code is piecewise linear in its number: the largest of the
+// pieces one way, the smallest the other way.
+template <bool sign>
+struct DynamicMap {
+    static constexpr int DECADES = 7;
+    float values[256];                       // by code
+    float slopes[DECADES], starts[DECADES];  // of a code's number, by its size
+};
+
+template <bool sign>
+constexpr DynamicMap<sign> dynamic_map() {
+    DynamicMap<sign> map{};
+    double top = 1;
+    int codes = sign ? 64 : 128;
+    for (int decade = 0; decade < map.DECADES; decade++, top /= 10, codes /= 2) {
+        const double step = 0.9 * top / codes;
+        const int last = 2 * codes - 1;
+        map.slopes[decade] = float(1 / step);
+        map.starts[decade] = float(last - top / step);
+        for (int code = 1; code < 256; code++) {
+            const int number = sign ? code & 127 : code;
+            const float size = float(number - last) * float(step) + float(top);
+            const bool negative = code != number;
+            const float value = negative ? -map.values[code] : map.values[code];
+            if (number && size > value) map.values[code] = negative ? -size : size;
+        }
+    }
+    return map;
+}
+
+template <bool sign>
+constexpr DynamicMap<sign> MAP = dynamic_map<sign>();
+
+// A code's number by its size, before it is rounded. Recursive, since the compiler vectorises no loop around a loop.
+template <bool sign, int decade = 0>
+inline float number_of(float size) {
+    constexpr float slope = MAP<sign>.slopes[decade], start = MAP<sign>.starts[decade];
+    const float piece = size * slope + start;
+    if constexpr (decade + 1 == MAP<sign>.DECADES)
+        return piece;
+    else
+        return smaller(piece, number_of<sign, decade + 1>(size));
+}
+
+// Returns the scale: NaN for a block with nonfinite values, 0 for one so small that it has no reciprocal.
+template <bool sign>
+float coded_block(uint8_t *__restrict codes, const float *__restrict values, size_t n) {
+    const uint32_t most = largest_size(values, n);
+    float scale = most < 0x7f800000u ? bit_cast<float>(most) : __builtin_nanf("");
+    if (scale < 0x1p-126f) scale = 0;
+    const float inverse = scale > 0 ? 1.0f / scale : 0.0f;
+    for (size_t i = 0; i < n; i++) {
+        const float product = __builtin_fabsf(values[i]) * inverse;
+        const float size = product == product ? product : 0.0f;  // an infinity times 0
+        float number = number_of<sign>(size);
+        number = number > 0 ? number : 0.0f;
+        number = size > 0 ? number : 0.0f;
+        // Adding 2^23 leaves no bits below 1: this rounds to the nearest, ties to even.
+        const uint32_t code = bit_cast<uint32_t>(number + 0x1p23f) & 0xffu;
+        const uint32_t negative = (bit_cast<uint32_t>(values[i]) >> 24) & (sign && code ? 0x80u : 0u);
+        codes[i] = uint8_t(code | negative);
+    }
+    return scale;
+}
+
+template <bool sign>
+struct Coded {
+    uint8_t *codes;
+    float *scales;
+    alignas(64) float wide[ACCELZ_MOMENTS_BLOCK];
+
+    void prefetch(size_t begin) const { prefetch_tile<ACCELZ_MOMENTS_BLOCK>(codes + begin); }
+    float *open(size_t begin, size_t n) {
+        const float scale = scales[begin / ACCELZ_MOMENTS_BLOCK];
+        for (size_t i = 0; i < n; i++) {
+            asm("" : "+r"(i));  // not to be vectorised: loads one by one take half of the time of a gather
+            wide[i] = MAP<sign>.values[codes[begin + i]] * scale;
+        }
+        return wide;
+    }
+    void close(size_t begin, size_t n) const {
+        scales[begin / ACCELZ_MOMENTS_BLOCK] = coded_block<sign>(codes + begin, wide, n);
+    }
+};
+
 // After a step of a tile: keep its moments. master: its new values.
 inline void keep(const accelz_update &, const float *, size_t, size_t) {}
 
 template <class... Rest>
 inline void keep(const accelz_update &, const float *, size_t, size_t, const Exact &, const Rest &...) {}
+
+template <bool sign, class... Rest>
+inline void keep(const accelz_update &, const float *, size_t begin, size_t n, const Coded<sign> &first,
+                 const Rest &...rest) {
+    first.close(begin, n);
+    (rest.close(begin, n), ...);
+}
 
 template <class... Rest>
 inline void keep(const accelz_update &u, const float *__restrict master, size_t begin, size_t n, const Rounded &first,
@@ -82,21 +176,37 @@ inline void keep(const accelz_update &u, const float *__restrict master, size_t 
 }
 
 // For every tile of the shard call tile(prepared, master, gradient in fp32, moments…, n), then write its weights.
-template <class Grad, class Prepared, class Tile, class... Moments>
+template <size_t SIZE, class Grad, class Prepared, class Tile, class... Moments>
 void step_range(const accelz_update &u, const Grad *grad, size_t begin, size_t end, const Prepared &prepared, Tile tile,
                 Moments... moments) {
-    alignas(64) float scratch[TILE];
-    for (size_t at = begin; at < end; at += TILE) {
-        const size_t n = smaller(TILE, end - at);
-        prefetch_tile(u.master + at + AHEAD);
+    alignas(64) float scratch[SIZE];
+    for (size_t at = begin; at < end; at += SIZE) {
+        const size_t n = smaller(SIZE, end - at);
+        prefetch_tile<SIZE>(u.master + at + AHEAD);
         (moments.prefetch(at + AHEAD), ...);
-        prefetch_tile(grad + at + AHEAD);
-        if (u.weights) prefetch_tile((const uint16_t *)u.weights + at + AHEAD);
+        prefetch_tile<SIZE>(grad + at + AHEAD);
+        if (u.weights) prefetch_tile<SIZE>((const uint16_t *)u.weights + at + AHEAD);
         tile(prepared, u.master + at, widen(grad + at, scratch, n), moments.open(at, n)..., n);
         keep(u, u.master + at, at, n, moments...);
         if (!u.weights) continue;
         with_type(u.weights_dtype, [&](auto *type) { narrow((decltype(type))u.weights + at, u.master + at, n); });
     }
+}
+
+template <class Grad, class Prepared, class Tile>
+void step_coded(const accelz_update &u, const Grad *grad, size_t begin, size_t end, const Prepared &prepared, Tile tile,
+                void *first) {
+    step_range<ACCELZ_MOMENTS_BLOCK>(u, grad, begin, end, prepared, tile,
+                                     Coded<true>{(uint8_t *)first, u.scales[0], {}});
+}
+
+// What a second moment is an average of is never negative.
+template <class Grad, class Prepared, class Tile>
+void step_coded(const accelz_update &u, const Grad *grad, size_t begin, size_t end, const Prepared &prepared, Tile tile,
+                void *first, void *second) {
+    step_range<ACCELZ_MOMENTS_BLOCK>(u, grad, begin, end, prepared, tile,
+                                     Coded<true>{(uint8_t *)first, u.scales[0], {}},
+                                     Coded<false>{(uint8_t *)second, u.scales[1], {}});
 }
 
 // moments: pointers to them.
@@ -106,9 +216,11 @@ void run_step(const accelz_update &u, size_t begin, size_t end, const Prepared &
     with_type(u.grad_dtype, [&](auto *type) {
         const auto grad = (const decltype(type))u.grad;
         if (sizeof...(moments) && u.moments_dtype == ACCELZ_BFLOAT16)
-            step_range(u, grad, begin, end, prepared, tile, Rounded{(bf16 *)moments, {}}...);
-        else
-            step_range(u, grad, begin, end, prepared, tile, Exact{(float *)moments}...);
+            return step_range<TILE>(u, grad, begin, end, prepared, tile, Rounded{(bf16 *)moments, {}}...);
+        if constexpr (sizeof...(moments) > 0)
+            if (u.moments_dtype == ACCELZ_UINT8)
+                return step_coded(u, grad, begin, end, prepared, tile, moments...);
+        step_range<TILE>(u, grad, begin, end, prepared, tile, Exact{(float *)moments}...);
     });
 }
 

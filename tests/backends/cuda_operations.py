@@ -48,17 +48,19 @@ def _step(
     kept: torch.dtype,
 ) -> Call:
     master = random(device, numel, F32)
-    moments = [random(device, numel, kept) for _ in UPDATES[kernel].moment_names]
+    names = UPDATES[kernel].moment_names
+    moments = [random(device, numel, kept) for _ in names]
+    scales = tuple(random(device, -(-numel // 256), F32) for _ in names if kept is torch.uint8)
     number, scale, skip = (torch.tensor(value, device=device) for value in (3.0, 0.5, 0.0))
     narrow = None if weights is None else random(device, numel, weights)
     update = usual_step(
         kernel, master, random(device, numel, grad), *moments, number=number, grad_scale=scale, skip=skip,
-        weights=narrow,
+        weights=narrow, scales=scales,
     )  # fmt: skip
 
     def call(served: Kernels) -> tuple[Tensor, ...]:
         served.step(update)
-        return (master, *moments, *([] if narrow is None else [narrow]))
+        return (master, *moments, *scales, *([] if narrow is None else [narrow]))
 
     return call
 

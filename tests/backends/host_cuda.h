@@ -207,6 +207,8 @@ inline bool __any_sync(unsigned, bool value) {
 }
 
 using std::max;
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fdividef(float a, float b) { return a / b; }
 inline float approximate_sqrt(float value) { return std::sqrt(value); }
 

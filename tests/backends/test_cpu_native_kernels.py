@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from accelz import Kernels
+from accelz.dynamic_map import BLOCK, SIGNED, UNSIGNED
 from accelz.roles.kernels import LIMITS
 from accelz.updates import AdamWUpdate, LionUpdate, MomentumUpdate, SgdUpdate
 from accelz_cpu import native
@@ -391,3 +392,51 @@ def test_moments_in_bf16_are_the_references_but_for_few(
     for isa in (b"baseline", b"avx2", b"avx512"):
         if library.accelz_use_isa(isa) == 0:
             assert same(stepped(kernels), mine), isa
+
+
+@pytest.mark.parametrize("name", [name for name in STEPS if name != "sgd"])
+def test_moments_in_8_bits_are_the_references_but_for_few(
+    kernels: NativeKernels, library: CDLL, name: str
+) -> None:
+    """Codes where the exact value is within rounding of the middle between two may be neighbours; scales
+    differ by rounding. The bits are the same for any slicing by blocks and on any instruction set."""
+
+    def stepped(served: Kernels, size: int = NUMEL) -> dict[str, Tensor]:
+        values = state(torch.bfloat16)
+        scales = {}
+        for moment, each in (("exp_avg", SIGNED), ("exp_avg_sq", UNSIGNED)):
+            values[moment], scales[moment] = each.encode(values[moment])
+        for start in range(0, NUMEL, size):
+            part = {name: value[start : start + size] for name, value in values.items()}
+            blocks = slice(start // BLOCK, -(-(start + size) // BLOCK))
+            own = tuple(scales)[: 2 if name == "adamw" else 1]
+            STEPS[name](served, part, scales=tuple(scales[moment][blocks] for moment in own))
+        return values | {f"{moment} scales": value for moment, value in scales.items()}
+
+    mine, theirs = stepped(kernels), stepped(REFERENCE)
+    for moment in ("exp_avg", "exp_avg_sq"):
+        differ = mine[moment].int() - theirs[moment].int()
+        assert (differ != 0).float().mean() < 0.002
+        assert (differ.abs() <= 1).all()
+    torch.testing.assert_close(mine["exp_avg scales"], theirs["exp_avg scales"], rtol=4 * ULP, atol=0)
+    assert same(stepped(kernels, 256 * BLOCK), mine)
+    for isa in (b"baseline", b"avx2", b"avx512"):
+        if library.accelz_use_isa(isa) == 0:
+            assert same(stepped(kernels), mine), isa
+
+
+def test_the_library_has_the_map_of_the_reference(kernels: NativeKernels) -> None:
+    """A step without gradient, momentum 1 and one code per block decodes and encodes every code."""
+    for sign in (0, 128):
+        codes = torch.full((256 * BLOCK,), 127 + sign, dtype=torch.uint8)
+        codes[1::BLOCK] = torch.arange(256, dtype=torch.uint8)
+        scales, before = torch.full((256,), 0.3), codes.clone()
+        master, grad = torch.zeros(2, codes.numel())
+        update = MomentumUpdate(
+            master=master, grad=grad, momentum_buffer=codes, momentum=1.0, lr=1.0, weight_decay=0.0,
+            scales=(scales,),
+        )  # fmt: skip
+        kernels.step(update)
+        assert torch.equal(master, -SIGNED.decode(before, scales))
+        before[before == 128] = 0  # there is one 0
+        assert torch.equal(codes, before)

@@ -198,6 +198,12 @@ CASES: dict[str, tuple[dict[str, Any], Any, torch.dtype | None]] = {
         torch.optim.AdamW,
         None,
     ),
+    "moments in 8 bits": ({"precision": "bf16", "moments": "8bit"}, torch.optim.AdamW, None),
+    "moments in 8 bits, half on the host": (
+        {"moments": "8bit", "offload": {"optimizer": "host", "fraction": 0.5}},
+        torch.optim.AdamW,
+        None,
+    ),
     "no prefetch": ({"precision": "bf16", "prefetch": 0}, torch.optim.AdamW, None),
     "prefetch 2": ({"precision": "bf16", "prefetch": 2}, torch.optim.AdamW, None),
     "persistent": ({"persistent_below": 1000}, torch.optim.AdamW, None),

@@ -9,6 +9,7 @@ them.
 Public are the names in `__all__`, and these modules. Engines and backends import nothing else of accelz;
 `scripts/lint_devices.py` checks this of those in this repository.
 
+accelz.dynamic_map           values in 8 bits, a scale for each block: what moments may be kept in
 accelz.updates               what an optimizer's step takes, a class for each, and the step in plain torch
 accelz.face                  torch.accelerator's functions, on the accelerator that accelz has chosen
 accelz.torch_device          an accelerator derived from torch's own module for a device

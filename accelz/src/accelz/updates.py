@@ -15,6 +15,8 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
+from accelz.dynamic_map import BLOCK, SIGNED, UNSIGNED, DynamicMap
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Update(ABC):
@@ -30,12 +32,17 @@ class Update(ABC):
     step: 0-dim fp32, the number of this step, counted from 1; only for optimizers that count.
     stochastic: round moments in bf16 up or down at random, each with the probability that keeps the mean
     (Gupta et al., 2015, arXiv:1502.02551), by `noise_of`; else to the nearest, ties to even.
+    scales: for moments in 8 bits one tensor each, (ceil(n / 256),) fp32, updated with their codes.
+    Raises ValueError for codes without scales that fit them.
     """
 
     kernel: ClassVar[str]
     moment_names: ClassVar[tuple[str, ...]] = ()
     """The fields that hold the optimizer's state, each (n,) and updated in place: fp32 (the reference takes
-    fp64 as well), or all bf16, which are computed with in fp32 and rounded once."""
+    fp64 as well), or all bf16 or all uint8, which are computed with in fp32 and rounded once. In uint8 they
+    are codes of `maps`, block by block, and the new scales are those of the new values."""
+    never_negative: ClassVar[tuple[str, ...]] = ()
+    """Moments that are sums of squares."""
     counts: ClassVar[bool] = False
     """Whether a step needs its number."""
 
@@ -49,6 +56,18 @@ class Update(ABC):
     weights: Tensor | None = None
     step: Tensor | None = None
     stochastic: bool = False
+    scales: tuple[Tensor, ...] = ()
+
+    def __post_init__(self) -> None:
+        coded = [moment for moment in self.moments if moment.dtype is torch.uint8]
+        if coded or self.scales:
+            wanted = [-(-self.master.numel() // BLOCK)] * len(self.moments)
+            if len(coded) != len(wanted) or [scale.numel() for scale in self.scales] != wanted:
+                raise ValueError(
+                    f"expected moments that are all uint8, each with {wanted[:1]} scales in `scales`, one "
+                    f"for {BLOCK} elements; got {[m.dtype for m in self.moments]} and "
+                    f"{[scale.numel() for scale in self.scales]}"
+                )
 
     @property
     def decay(self) -> float:
@@ -70,20 +89,34 @@ class Update(ABC):
         """The optimizer's state, in the order of `moment_names`."""
         return tuple(getattr(self, name) for name in self.moment_names)
 
+    @classmethod
+    def maps(cls) -> tuple[DynamicMap, ...]:
+        """Return the maps that the codes of moments in 8 bits are of."""
+        return tuple(UNSIGNED if name in cls.never_negative else SIGNED for name in cls.moment_names)
+
     def wide_moments(self) -> tuple[Tensor, ...]:
         """Return the moments in the master's precision."""
-        return tuple(moment.to(self.master.dtype) for moment in self.moments)
+        moments = self.moments
+        if self.scales:
+            coded = zip(self.maps(), moments, self.scales, strict=True)
+            moments = tuple(each.decode(codes, scales) for each, codes, scales in coded)
+        return tuple(moment.to(self.master.dtype) for moment in moments)
 
     @abstractmethod
     def reference(self, chunk: int) -> None:
         """Make the step in plain torch, `chunk` elements at a time, which bounds its scratch memory."""
 
     def split(self, numel: int) -> Iterator[Self]:
-        """Yield the updates of successive `numel` elements, the last one of what is left."""
+        """Yield the updates of successive `numel` elements, the last one of what is left. With moments in 8
+        bits, of so many whole blocks."""
         flat = {name: getattr(self, name) for name in ("master", "grad", "weights", *self.moment_names)}
-        for start in range(0, self.master.numel(), numel):
+        blocks = max(numel // BLOCK, 1)
+        numel = blocks * BLOCK if self.scales else numel
+        for turn, start in enumerate(range(0, self.master.numel(), numel)):
             part = slice(start, start + numel)
-            yield replace(self, **{name: value[part] for name, value in flat.items() if value is not None})
+            parts = {name: value[part] for name, value in flat.items() if value is not None}
+            scales = tuple(each[turn * blocks : (turn + 1) * blocks] for each in self.scales)
+            yield replace(self, **parts, scales=scales)
 
     def gradient(self) -> Tensor:
         """Return the gradient to descend along: scaled, signed and with `l2`, in the master's precision."""
@@ -94,14 +127,18 @@ class Update(ABC):
 
     def write(self, master: Tensor, *moments: Tensor) -> None:
         """Write the new master and moments, unless the step is to be skipped; then the weights."""
-        targets, values = (self.master, *self.moments), (master, *self._as_kept(master, moments))
+        targets = (self.master, *self.moments, *self.scales)
+        values = (master, *self._as_kept(master, moments))
         for target, value in zip(targets, values, strict=True):
             target.copy_(value if self.skip is None else torch.where(self.skip.bool(), target, value))
         if self.weights is not None:
             self.weights.copy_(self.master)
 
     def _as_kept(self, master: Tensor, moments: Sequence[Tensor]) -> list[Tensor]:
-        """Return new moments in the dtypes in which they are kept. master: the new one."""
+        """Return new moments in the dtypes in which they are kept; of those in 8 bits, then the scales.
+        master: the new one."""
+        if self.scales:
+            return self._coded(moments)
         dtypes = [moment.dtype for moment in self.moments]
         if not self.stochastic or torch.bfloat16 not in dtypes:
             return [moment.to(dtype) for moment, dtype in zip(moments, dtypes, strict=True)]
@@ -115,6 +152,16 @@ class Update(ABC):
                 narrow[part] = torch.where(value.isfinite(), rounded, value)
         return kept
 
+    def _coded(self, moments: Sequence[Tensor]) -> list[Tensor]:
+        """Return the codes of new moments, then their scales."""
+        codes, scales = ([torch.empty_like(old) for old in olds] for olds in (self.moments, self.scales))
+        blocks = max(self.master.numel() // (4 * BLOCK), 1)  # at a time, which bounds the scratch memory
+        for start in range(0, -(-self.master.numel() // BLOCK), blocks):
+            rows, part = slice(start, start + blocks), slice(start * BLOCK, (start + blocks) * BLOCK)
+            for index, each in enumerate(self.maps()):
+                codes[index][part], scales[index][rows] = each.encode(moments[index][part].float())
+        return [*codes, *scales]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdamWUpdate(Update):
@@ -125,6 +172,7 @@ class AdamWUpdate(Update):
 
     kernel = "adamw"
     moment_names = ("exp_avg", "exp_avg_sq")
+    never_negative = ("exp_avg_sq",)
     counts = True
 
     exp_avg: Tensor
@@ -163,6 +211,7 @@ class AdamWUpdate(Update):
             m = torch.lerp(m, g, 1 - u.beta1)
             v = (v * u.beta2).addcmul_(g, g, value=1 - u.beta2)
             u.write((u.master * u.decay).sub_(m / (v.sqrt() / root).add_(u.eps) * step_size), m, v)
+            del g, m, v  # or they would be there beside the next elements'
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -22,6 +22,9 @@ constexpr size_t N = 300'007;
 struct State {
     std::vector<float> master, grad, average, square;
     std::vector<uint16_t> weights, narrow_grad, narrow_average, narrow_square;
+    std::vector<uint8_t> average_codes = std::vector<uint8_t>(N), square_codes = std::vector<uint8_t>(N);
+    std::vector<float> average_scales = std::vector<float>(N / ACCELZ_MOMENTS_BLOCK + 1, 0.3f);
+    std::vector<float> square_scales = std::vector<float>(N / ACCELZ_MOMENTS_BLOCK + 1, 0.03f);
 
     // The same values every time, which take longer to draw than all that is tested takes.
     State() : State(drawn()) {}
@@ -42,11 +45,11 @@ struct State {
             square[i] = std::fabs(0.01f * normal(generator));
             std::memcpy(&narrow_average[i], reinterpret_cast<const char *>(&average[i]) + 2, 2);
             std::memcpy(&narrow_square[i], reinterpret_cast<const char *>(&square[i]) + 2, 2);
+            average_codes[i] = square_codes[i] = uint8_t(generator());
         }
     }
 
-    // rounded: with moments in bf16
-    void step(int optimizer, int threads, int grad_dtype = ACCELZ_FLOAT32, bool rounded = false,
+    void step(int optimizer, int threads, int grad_dtype = ACCELZ_FLOAT32, int moments_dtype = ACCELZ_FLOAT32,
               bool stochastic = false) {
         const float number = 3;
         accelz_update u{};
@@ -56,9 +59,14 @@ struct State {
             accelz_scale_cast(narrow_grad.data(), grad_dtype, grad.data(), ACCELZ_FLOAT32, nullptr, N, 1);
             u.grad = narrow_grad.data();
         }
-        u.moments[0] = rounded ? (void *)narrow_average.data() : average.data();
-        u.moments[1] = rounded ? (void *)narrow_square.data() : square.data();
-        u.moments_dtype = rounded ? ACCELZ_BFLOAT16 : ACCELZ_FLOAT32;
+        void *const kept[][2] = {{average.data(), square.data()},
+                                 {narrow_average.data(), narrow_square.data()},
+                                 {average_codes.data(), square_codes.data()}};
+        const int form = moments_dtype == ACCELZ_FLOAT32 ? 0 : moments_dtype == ACCELZ_BFLOAT16 ? 1 : 2;
+        std::copy(std::begin(kept[form]), std::end(kept[form]), u.moments);
+        u.moments_dtype = moments_dtype;
+        u.scales[0] = average_scales.data();
+        u.scales[1] = square_scales.data();
         u.stochastic = stochastic;
         u.weights = weights.data();
         u.step = &number;
@@ -79,7 +87,9 @@ struct State {
             return !std::memcmp(a.data(), b.data(), N * sizeof(float));
         };
         return same(master, o.master) && same(average, o.average) && same(square, o.square) && weights == o.weights &&
-               narrow_average == o.narrow_average && narrow_square == o.narrow_square;
+               narrow_average == o.narrow_average && narrow_square == o.narrow_square &&
+               average_codes == o.average_codes && square_codes == o.square_codes &&
+               average_scales == o.average_scales && square_scales == o.square_scales;
     }
 };
 
@@ -110,17 +120,21 @@ TEST(steps_are_the_same_on_every_isa_and_any_threads) {
         }
 }
 
-TEST(steps_with_moments_in_bf16_are_the_same_on_every_isa_and_any_threads) {
+TEST(steps_with_narrow_moments_are_the_same_on_every_isa_and_any_threads) {
+    struct Way {
+        int moments_dtype;
+        bool stochastic;
+    };
     for (int optimizer = 0; accelz_optimizer(optimizer); optimizer++)
-        for (bool stochastic : {false, true}) {
+        for (const Way way : {Way{ACCELZ_BFLOAT16, false}, Way{ACCELZ_BFLOAT16, true}, Way{ACCELZ_UINT8, false}}) {
             State expected;
             CHECK(accelz_use_isa("baseline") == 0);
-            expected.step(optimizer, 1, ACCELZ_BFLOAT16, true, stochastic);
+            expected.step(optimizer, 1, ACCELZ_BFLOAT16, way.moments_dtype, way.stochastic);
             CHECK(expected.average == State().average);
             on_every_isa([&] {
                 for (int threads : {1, 3}) {
                     State state;
-                    state.step(optimizer, threads, ACCELZ_BFLOAT16, true, stochastic);
+                    state.step(optimizer, threads, ACCELZ_BFLOAT16, way.moments_dtype, way.stochastic);
                     CHECK(state == expected);
                 }
             });

@@ -13,7 +13,7 @@ import torch
 import accelz_cpu
 from accelz.ranks import machine
 
-ABI = 7
+ABI = 8
 LIBRARY = "libaccelz_cpu.so"
 DTYPES = {
     torch.float32: 0,
@@ -40,6 +40,7 @@ class NativeUpdate(Structure):
         ("master", c_void_p),
         ("grad", c_void_p),
         ("moments", c_void_p * 2),
+        ("scales", c_void_p * 2),
         *((name, c_void_p) for name in ("weights", "step", "grad_scale", "skip")),
         ("numel", c_size_t),
         ("grad_dtype", c_int),

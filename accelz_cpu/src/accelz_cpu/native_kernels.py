@@ -40,6 +40,7 @@ class NativeKernels(CpuKernels):
             _pointer(update.master),
             _pointer(update.grad),
             tuple(map(_pointer, update.moments)),
+            tuple(map(_pointer, update.scales)),
             *map(_pointer, (update.weights, update.step, update.grad_scale, update.skip)),
             _same_length(update.master, update.grad, update.weights, *update.moments),
             DTYPES[update.grad.dtype],
@@ -133,12 +134,13 @@ def _serves(update: Update) -> bool:
     return (
         update.master.dtype is torch.float32
         and {moment.dtype for moment in moments} in _MOMENTS
-        and _flat(update.master, *moments, update.grad, update.weights)
+        and _flat(update.master, update.grad, update.weights, *update.scales)
+        and all(map(_dense, moments))
         and _one_value(update.step, update.grad_scale, update.skip)
     )
 
 
-_MOMENTS: tuple[set[torch.dtype], ...] = (set(), {torch.float32}, {torch.bfloat16})
+_MOMENTS: tuple[set[torch.dtype], ...] = (set(), {torch.float32}, {torch.bfloat16}, {torch.uint8})
 
 
 def _one_value(*scalars: Tensor | None) -> bool:

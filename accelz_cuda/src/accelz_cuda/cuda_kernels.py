@@ -28,7 +28,7 @@ ANY_ENTRY: dict[str, EntryPoint] = {
 
 
 class CudaKernels(Kernels):
-    """Kernels for contiguous tensors of fp32, bf16, fp16 and, quantised, int8 and float8_e4m3fn.
+    """Kernels for contiguous tensors of fp32, bf16, fp16 and, quantised, int8, uint8 and float8_e4m3fn.
 
     What they do not support (fp64, strided views, operands on several devices) goes to the torch reference,
     and so does everything if they cannot be compiled or loaded; `origin` tells which. They launch on torch's
@@ -45,8 +45,8 @@ class CudaKernels(Kernels):
         if entry is None:
             super().step(update)
             return
-        first, second = (*update.moments, None, None)[:2]
-        operands = (update.master, update.grad, first, second, update.weights)
+        moments, scales = ((*given, None, None)[:2] for given in (update.moments, update.scales))
+        operands = (update.master, update.grad, *moments, *scales, update.weights)
         pointers = map(_pointer, (*operands, update.step, update.grad_scale, update.skip))
         sign, numel = -1.0 if update.maximize else 1.0, update.master.numel()
         constants = (*update.constants, *[0.0] * 8)[:8]
@@ -144,6 +144,8 @@ class CudaKernels(Kernels):
             and master.dtype is torch.float32
             and all(moment.dtype is dtype for moment in moments)
             and self._serves(entry, master, update.grad, *update.moments, weights)
+            and all(self._serves(entry, s) and s.dtype is kernels.F32 for s in update.scales)
+            and all(s.device == master.device for s in update.scales)
             and _are_scalars_on(master.device, update.step, update.grad_scale, update.skip)
         )
         return entry if fits else None

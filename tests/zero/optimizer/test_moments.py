@@ -2,63 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
-from tests.zero.helpers.loops import train_on
-from tests.zero.helpers.models import fresh, language_loss
+from tests.zero.helpers.moments import engine_of, same, trained, values_of, ways
 from tests.zero.helpers.optimizers import lion, momentum
 from tests.zero.helpers.training import adamw
-
-STEPS = 4
-NAMES = ("blocks.0.up.weight", "gain", "turned")
-Optimizers = Callable[[nn.Module], Optimizer]
-
-
-def engine_of(optimizer: Optimizers, **settings: Any) -> zero.Engine:
-    model = fresh()
-    return zero.initialize(model, optimizer(model), zero.Config(timeout=20, **settings))
-
-
-def trained(engine: zero.Engine, steps: int = STEPS) -> list[float]:
-    """All ranks have the same batches, so that their mean is what one rank has."""
-    losses = []
-    for step in range(steps):
-        loss = language_loss(engine.module, step, 0)
-        train_on(engine, loss)
-        losses.append(loss.item())
-    return losses
-
-
-def values_of(engine: zero.Engine) -> dict[str, Tensor]:
-    """Weights and optimizer state of some parameters, whole, on the host."""
-    state = {
-        f"{name}.{key}": value for name in NAMES for key, value in engine.full_optimizer_state(name).items()
-    }
-    weights = {name: engine.full_master(name) for name in NAMES}
-    return {name: value.cpu() for name, value in (weights | state).items()}
-
-
-def ways(path: str) -> dict[str, dict[str, Any]]:
-    return {
-        "stage 0": {"stage": 0},
-        "stage 1": {"stage": 1},
-        "on the host": {"offload": zero.Offload(optimizer="host", sub_group_size=64)},
-        "on disk": {"offload": zero.Offload(optimizer="disk", path=path, sub_group_size=64)},
-        "16 bits, on disk, compact": {
-            "precision": "bf16",
-            "offload": zero.Offload(optimizer="disk", path=path, compact=True),
-        },
-        "16 bits": {"precision": "bf16"},
-    }
 
 
 def ways_body(context: Context, path: str) -> dict[str, Any]:
@@ -72,10 +27,6 @@ def ways_body(context: Context, path: str) -> dict[str, Any]:
     engine = engine_of(adamw, moments="bf16")
     found["nearest"] = trained(engine), values_of(engine)
     return found
-
-
-def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
-    return first.keys() == second.keys() and all(torch.equal(v, second[k]) for k, v in first.items())
 
 
 def test_bits_do_not_depend_on_ranks_stages_and_tiers(cluster: Clusters, device: str, tmp_path: Path) -> None:

@@ -24,9 +24,10 @@ from tests.zero.helpers.training import Run, adamw, same_bits, scaled_error, sta
 from tests.zero.helpers.worlds import UP_TO_TWO
 from zero.tiers.placement import Placement, PlacementRequest, Placer
 from zero.tiers.tier import ON_DEVICE, ON_DISK, ON_HOST, Tier
+from zero.tiers.values import Column
 
 STEPS = 4
-TWO = (torch.float32, torch.float32)  # moments
+TWO = (Column(torch.float32), Column(torch.float32))  # moments
 
 
 def two_kernels(model: nn.Module) -> Any:

@@ -425,6 +425,7 @@ class Engine:
 
     def full_optimizer_state(self, name: str) -> dict[str, Tensor]:
         """Return the whole optimizer state of `name` (for Adam: step, exp_avg, exp_avg_sq), in its dtypes.
+        Moments in 8 bits are there as the values that they stand for, and as their codes and scales.
 
         Raises UsageError after an optimizer step or a load that was interrupted.
         """

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from accelz.dynamic_map import BLOCK
 from accelz.updates import UPDATES, Update
 
 SIZES = (0, 1, 3, 17, 1023, 70_001)
@@ -127,20 +128,51 @@ class StepCase:
         """An update has the size of lr, and fp32's rounding of that."""
         return max(self.paper.atol, 1e-6 * float(self.settings.get("lr", self.paper.settings["lr"])))
 
+    @property
+    def coded(self) -> bool:
+        """Whether moments are in 8 bits."""
+        return self.moments_dtype is torch.uint8
+
     def inputs(self) -> dict[str, Tensor]:
-        """Host tensors: master, grad, and the moments."""
+        """Host tensors: master, grad, the moments, and in 8 bits then the scales of each."""
         names = UPDATES[self.kernel].moment_names
         generator = torch.Generator().manual_seed(self.numel + self.offset)
         master, gradient, *rows = torch.randn(2 + len(names), self.numel, generator=generator)
         grad = gradient.to(self.grad_dtype)
         if self.special is not None and self.numel:
             grad[self.numel // 2] = self.special
-        moments = (moment.to(self.moments_dtype) for moment in self.paper.moments(*rows))
-        return {"master": master, "grad": grad, **dict(zip(names, moments, strict=True))}
+        wide, scales = self.paper.moments(*rows), {}
+        if self.coded:
+            coded = [
+                each.encode(moment) for each, moment in zip(UPDATES[self.kernel].maps(), wide, strict=True)
+            ]
+            wide = tuple(codes for codes, _ in coded)
+            scales = {scales_of(name): each for name, (_, each) in zip(names, coded, strict=True)}
+        moments = (moment.to(self.moments_dtype) for moment in wide)
+        return {"master": master, "grad": grad, **dict(zip(names, moments, strict=True)), **scales}
+
+    def values(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What master and moments stand for. state: by the names of `inputs`."""
+        names = UPDATES[self.kernel].moment_names
+        found = {name: state[name] for name in ("master", *names)}
+        if self.coded:
+            for name, each in zip(names, UPDATES[self.kernel].maps(), strict=True):
+                found[name] = each.decode(state[name], state[scales_of(name)])
+        return found
+
+    def half_steps(self, name: str, want: Tensor) -> Tensor:
+        """The most by which a moment in 8 bits may differ from what its new value is in float64."""
+        kind = UPDATES[self.kernel]
+        each = dict(zip(kind.moment_names, kind.maps(), strict=True))[name]
+        rows = torch.nn.functional.pad(want.abs(), (0, -want.numel() % BLOCK)).view(-1, BLOCK)
+        scales = rows.amax(1, keepdim=True)
+        return (each.half_steps(rows / scales) * scales).view(-1)[: want.numel()]
 
     def exact(self) -> dict[str, Tensor]:
         """Master and moments after the same step in float64."""
-        w, g, *moments = (value.double() for value in self.inputs().values())
+        inputs = self.inputs()
+        w, *moments = (value.double() for value in self.values(inputs).values())
+        g = inputs["grad"].double()
         settings = {**self.paper.settings, **self.settings}
         g = (
             g
@@ -150,10 +182,18 @@ class StepCase:
         after = (w, *moments) if self.skip else self.paper.step(settings, self.number, w, g, *moments)
         return dict(zip(("master", *UPDATES[self.kernel].moment_names), after, strict=True))
 
-    def update(self, master: Tensor, grad: Tensor, *moments: Tensor, weights: Tensor | None) -> Update:
-        """The kernel's operands, with those of the case that are scalars on the master's device."""
+    def update(self, master: Tensor, grad: Tensor, *state: Tensor, weights: Tensor | None) -> Update:
+        """The kernel's operands, with those of the case that are scalars on the master's device. state: as
+        in `inputs`."""
+        count = len(UPDATES[self.kernel].moment_names)
+        moments, of_blocks = state[:count], state[count:]
         scale, skip = (None if x is None else _scalar(x, master) for x in (self.grad_scale, self.skip))
-        operands = {"number": _scalar(self.number, master), "grad_scale": scale, "skip": skip}
+        operands: dict[str, Any] = {
+            "number": _scalar(self.number, master),
+            "grad_scale": scale,
+            "skip": skip,
+            "scales": of_blocks,
+        }
         return usual_step(self.kernel, master, grad, *moments, weights=weights, **operands, **self.settings)
 
 
@@ -165,6 +205,11 @@ def usual_step(
     state: dict[str, Any] = dict(zip(kind.moment_names, moments, strict=True))
     settings = {**PAPERS[kernel].settings, **others}
     return kind(master=master, grad=grad, step=number if kind.counts else None, **state, **settings)
+
+
+def scales_of(name: str) -> str:
+    """What the scales of a moment are called."""
+    return f"{name}, scales"
 
 
 def _scalar(value: float, like: Tensor) -> Tensor:
@@ -207,13 +252,17 @@ def _with_narrow_moments(kernel: str) -> Iterator[tuple[str, StepCase]]:
         case = StepCase(kernel, numel, offset, moments_dtype=torch.bfloat16)
         yield f"moments bf16, {numel} elements at offset {offset}", case
         yield f"moments bf16 at random, {numel} elements", replace(case, settings={"stochastic": True})
-    everything = StepCase(kernel, 1023, 1, torch.bfloat16, {"stochastic": True}, 17, 0.5, 0.0)
-    yield (
-        "moments bf16, everything",
-        replace(everything, weights_dtype=torch.bfloat16, moments_dtype=torch.bfloat16),
-    )
-    skipped = StepCase(kernel, skip=1.0, special=NAN, moments_dtype=torch.bfloat16)
-    yield "moments bf16, skip 1, NaN", skipped
+        yield (
+            f"moments in 8 bits, {numel} elements at offset {offset}",
+            replace(case, moments_dtype=torch.uint8),
+        )
+    everything = StepCase(kernel, 1023, 1, torch.bfloat16, {}, 17, 0.5, 0.0, weights_dtype=torch.bfloat16)
+    yield "moments in 8 bits, everything", replace(everything, moments_dtype=torch.uint8)
+    at_random = replace(everything, settings={"stochastic": True})
+    yield "moments bf16, everything", replace(at_random, moments_dtype=torch.bfloat16)
+    for name, dtype in (("bf16", torch.bfloat16), ("in 8 bits", torch.uint8)):
+        skipped = StepCase(kernel, skip=1.0, special=NAN, moments_dtype=dtype)
+        yield f"moments {name}, skip 1, NaN", skipped
 
 
 CASES = {f"{kernel}, {name}": case for kernel in UPDATES for name, case in _cases(kernel)}

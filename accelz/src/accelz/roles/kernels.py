@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from accelz.dynamic_map import SMALLEST_SCALE
 from accelz.updates import UPDATES, Update
 
 
@@ -29,7 +30,8 @@ class Kernels:
         """One step of an optimizer on a flat shard, in one pass over it.
 
         A backend's kernel for an optimizer is a method of the name that `Update.kernel` is, and takes fp32
-        moments; the rest is left to the references. A backend with kernels for bf16 moments overrides this.
+        moments; the rest is left to the references. A backend with kernels for moments in 16 or 8 bits
+        overrides this.
         """
         own = getattr(self, update.kernel, None)
         if own is None or any(moment.dtype is not update.master.dtype for moment in update.moments):
@@ -124,9 +126,6 @@ NAMES = (*UPDATES, "norm_and_nonfinite", "scale_cast", "accumulate", "quantise",
 
 LIMITS = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 """The dtypes of quantised values, each with the value that a block's largest element is mapped to."""
-
-SMALLEST_SCALE = torch.finfo(torch.float32).tiny
-"""Scales below the smallest normal fp32 become 0: their reciprocals overflow, and devices may flush them."""
 
 MIN_BLOCK, MAX_BLOCK = 32, 4096
 

@@ -23,8 +23,8 @@ THREADS = 256
 MAX_SPANS = 128
 """Tensors that one launch of norm_partials takes (kSpans in norm.cu)."""
 
-F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
-NAMES = {F32: "f32", BF16: "bf16", F16: "f16", torch.int8: "s8", torch.float8_e4m3fn: "e4m3"}
+F32, BF16, F16, U8 = torch.float32, torch.bfloat16, torch.float16, torch.uint8
+NAMES = {F32: "f32", BF16: "bf16", F16: "f16", U8: "u8", torch.int8: "s8", torch.float8_e4m3fn: "e4m3"}
 FLOATS = (F32, BF16, F16)
 CODES = (torch.int8, torch.float8_e4m3fn)
 
@@ -73,10 +73,10 @@ def _per_pair(
 
 StepEntries = dict[tuple[torch.dtype, torch.dtype | None, torch.dtype], EntryPoint]
 """Entries by the dtypes of the gradient, of the 16-bit weights, and of the moments: fp32 where there are
-none."""
+none, uint8 where they are codes."""
 
 
-UPDATE = struct.Struct("@8Pq12fi0q")
+UPDATE = struct.Struct("@10Pq12fi0q")
 
 
 def _steps(name: str) -> StepEntries:
@@ -86,11 +86,11 @@ def _steps(name: str) -> StepEntries:
             f"{name}_{NAMES[grad]}_{NAMES[weights] if weights else 'none'}_{NAMES[moments]}",
             name,
             UPDATE,
-            THREADS * 4,
+            THREADS * (8 if moments is U8 else 4),
         )
         for grad in FLOATS
         for weights in (None, BF16, F16)
-        for moments in ((F32, BF16) if UPDATES[name].moment_names else (F32,))
+        for moments in ((F32, BF16, U8) if UPDATES[name].moment_names else (F32,))
     }
 
 

@@ -6,17 +6,19 @@
 //                                computes the new values of an element's weight and moments
 #pragma once
 
+#include "dynamic_map.cuh"
 #include "tiles.cuh"
 
 // Arrays have numel elements each; moments and weights that a kernel does not have are null. step,
 // grad_scale and skip are single values on the device; the last two may be null. sign: -1 to
 // maximise. decay: 1 - lr * weight_decay if weight decay is decoupled, else 1. l2: weight decay if
 // that is added to the gradient, else 0. stochastic: whether moments in bf16 are rounded up or down
-// at random.
+// at random. scales: of moments in 8 bits, one for each of their blocks; else null.
 struct Update {
   float* master;
   const void* grad;
   void* moments[2];
+  float* scales[2];
   void* weights;
   const float* step;
   const float* grad_scale;
@@ -168,6 +170,87 @@ __device__ __forceinline__ void make_step(const Update& u) {
   run_tile(work, blockIdx.x, u.numel, work.head());
 }
 
+// The second moment is a sum of squares.
+template <int kMoment>
+static constexpr bool kSigned = kMoment == 0;
+
+// A warp's block of elements with moments in 8 bits. A lane has every 32nd of them, so that a warp's
+// accesses are to consecutive elements, wherever the block begins.
+template <class Rule, class G, class W>
+struct CodedBlock {
+  static constexpr int kLanes = 32, kShare = kBlock / kLanes;
+  static constexpr unsigned kAll = 0xffffffffu;
+
+  const Update& u;
+  long long block, first;  // the lane's first element
+  float m[kRoom<Rule>][kShare];
+
+  __device__ __forceinline__ u8* codes(int j) const { return static_cast<u8*>(u.moments[j]); }
+
+  template <int j>
+  __device__ __forceinline__ void open() {
+    const float scale = u.scales[j][block];
+#pragma unroll
+    for (int k = 0; k < kShare; ++k) {
+      const long long i = first + k * kLanes;
+      m[j][k] = i < u.numel ? decoded<kSigned<j>>(codes(j)[i], scale) : 0.0f;
+    }
+  }
+
+  __device__ __forceinline__ void step() {
+    Step<Rule, G, W, f32> work(u);
+    work.begin();
+#pragma unroll
+    for (int k = 0; k < kShare; ++k) {
+      const long long i = first + k * kLanes;
+      if (i < u.numel) {
+        float w = u.master[i], mine[kRoom<Rule>];
+#pragma unroll
+        for (int j = 0; j < Rule::kMoments; ++j) mine[j] = m[j][k];
+        work.update(widen(work.grad[i]), w, mine);
+#pragma unroll
+        for (int j = 0; j < Rule::kMoments; ++j) m[j][k] = mine[j];
+        u.master[i] = w;
+        if constexpr (kKept<W>) work.weights[i] = narrow<W>(w);
+      }
+    }
+  }
+
+  template <int j>
+  __device__ __forceinline__ void close() const {
+    unsigned peak = 0;  // as bits, which order absolute values and put those that are not finite on top
+#pragma unroll
+    for (int k = 0; k < kShare; ++k) peak = max(peak, __float_as_uint(m[j][k]) & 0x7fffffffu);
+#pragma unroll
+    for (int distance = 1; distance < kLanes; distance *= 2)
+      peak = max(peak, __shfl_xor_sync(kAll, peak, distance));
+    const bool finite = peak < 0x7f800000u;
+    const float size = __uint_as_float(peak), scale = size < kSmallestScale ? 0.0f : size;
+    const float inverse = finite && scale > 0.0f ? 1.0f / scale : 0.0f;
+#pragma unroll
+    for (int k = 0; k < kShare; ++k) {
+      const long long i = first + k * kLanes;
+      if (i < u.numel) codes(j)[i] = coded<kSigned<j>>(m[j][k], inverse);
+    }
+    if (threadIdx.x % kLanes == 0)
+      u.scales[j][block] = finite ? scale : __uint_as_float(0x7fffffffu);
+  }
+};
+
+template <class Rule, class G, class W>
+__device__ __forceinline__ void make_coded_step(const Update& u) {
+  if (u.skip != nullptr && *u.skip != 0.0f) return;
+  const long long block =
+      (static_cast<long long>(blockIdx.x) * kThreads + threadIdx.x) / CodedBlock<Rule, G, W>::kLanes;
+  if (block * kBlock >= u.numel) return;
+  CodedBlock<Rule, G, W> work{u, block, block * kBlock + threadIdx.x % 32};
+  work.template open<0>();
+  if constexpr (Rule::kMoments == 2) work.template open<1>();
+  work.step();
+  work.template close<0>();
+  if constexpr (Rule::kMoments == 2) work.template close<1>();
+}
+
 #define STEP(NAME, RULE, G, W, M) \
   KERNEL(NAME##_##G##_##W##_##M, Update, 8) { make_step<RULE, G, W, M>(a); }
 
@@ -183,7 +266,19 @@ __device__ __forceinline__ void make_step(const Update& u) {
   STEP(NAME, RULE, f16, bf16, M)  \
   STEP(NAME, RULE, f16, f16, M)
 
+#define CODED_STEP(NAME, RULE, G, W) \
+  KERNEL(NAME##_##G##_##W##_u8, Update, 4) { make_coded_step<RULE, G, W>(a); }
+
 // The same, and for all dtypes of the moments.
-#define STEPS(NAME, RULE)   \
-  STEPS_OF(NAME, RULE, f32) \
-  STEPS_OF(NAME, RULE, bf16)
+#define STEPS(NAME, RULE)           \
+  STEPS_OF(NAME, RULE, f32)         \
+  STEPS_OF(NAME, RULE, bf16)        \
+  CODED_STEP(NAME, RULE, f32, none)  \
+  CODED_STEP(NAME, RULE, f32, bf16)  \
+  CODED_STEP(NAME, RULE, f32, f16)   \
+  CODED_STEP(NAME, RULE, bf16, none) \
+  CODED_STEP(NAME, RULE, bf16, bf16) \
+  CODED_STEP(NAME, RULE, bf16, f16)  \
+  CODED_STEP(NAME, RULE, f16, none)  \
+  CODED_STEP(NAME, RULE, f16, bf16)  \
+  CODED_STEP(NAME, RULE, f16, f16)

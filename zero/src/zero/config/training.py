@@ -21,7 +21,7 @@ DTYPES = {
     "fp8": torch.float8_e4m3fn,
 }
 ParameterRule = tuple[str, ...] | Callable[[str, nn.Parameter], bool]
-Moments = Literal["fp32", "bf16", "bf16_stochastic"]
+Moments = Literal["fp32", "bf16", "bf16_stochastic", "8bit"]
 UnitRule = Literal["auto"] | tuple[type[nn.Module] | str, ...] | Callable[[str, nn.Module], bool]
 
 
@@ -73,8 +73,8 @@ class Config(Validated):
         momentum. "bf16" takes half of fp32's memory, and rounds to the nearest: an average that a step
         changes by less than 1/512 then stands still, as a second moment does that falls with beta2=0.999.
         "bf16_stochastic" rounds up or down at random, so that averages keep their mean; the random numbers
-        are made of the values and the step, and are the same at any number of ranks. Other optimizers keep
-        their own state.
+        are made of the values and the step, and are the same at any number of ranks. "8bit" takes a quarter
+        of fp32's memory: 256 values of a parameter share a scale. Other optimizers keep their own state.
     units: what is gathered together: "auto" finds repeated blocks; or give module classes (or their names),
         or a function (name, module) -> bool that picks the modules.
     persistent_below: parameters with fewer elements than this stay gathered all the time (stage 3).

@@ -27,7 +27,7 @@ from zero.tiers.placement import Placement, PlacementRequest, Placer
 from zero.tiers.stores import Stores
 from zero.tiers.swap_file import PAGE
 from zero.tiers.tier import Tier
-from zero.tiers.values import at_least_fp32
+from zero.tiers.values import at_least_fp32, longest_block
 from zero.warning import warn
 
 Named = tuple[str, nn.Parameter]
@@ -228,16 +228,16 @@ def _candidate(
     local = [(name, local_of(parameter)) for name, parameter in named]
     specs = [ParameterSpec(name, tuple(p.shape), p.stride(), p.numel()) for name, p in local]
     item, rule = kind.dtype.itemsize, kind.stepping.rule
-    numel = layout.plan(
-        specs, beside.shards(kind), item, block_of(kind.gather_options.quant_dtype)
-    ).shard_numel
+    moments = () if rule is None else rule.columns(at_least_fp32(kind.dtype))
+    block = max(block_of(kind.gather_options.quant_dtype), longest_block(moments))
+    numel = layout.plan(specs, beside.shards(kind), item, block).shard_numel
     return PlacementRequest(
         numel,
         item,
         policy.slice_dtype(kind.dtype).itemsize,
         kind.trainable,
         resident,
-        moments=() if rule is None else rule.moment_dtypes(at_least_fp32(kind.dtype)),
+        moments=moments,
         divisible=rule is not None,
         beside=beside.of(kind, named, numel),
     )

@@ -60,7 +60,9 @@ def step_sub_group(
         _count(steps, missed, factors.skip)
         stepped.remember(missed)
     for first, window, options in calls:
-        moments = {n: m[window] for n, m in zip(rule.moments, state.moments, strict=True)}
+        columns = zip(rule.columns(state.master.dtype), state.moments, strict=True)
+        parts = [values[column.window(window)] for column, values in columns]
+        moments = dict(zip(rule.moments, parts, strict=False))
         update = rule.update(
             master=state.master[window],
             grad=gradient[window],
@@ -68,6 +70,7 @@ def step_sub_group(
             skip=factors.skip,
             weights=None if narrow is None else narrow[window],
             step=steps[first] if rule.counts else None,
+            scales=tuple(parts[len(moments) :]),
             **{**moments, **options},
         )
         take_step(kernels, update)

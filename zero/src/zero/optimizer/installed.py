@@ -17,7 +17,10 @@ from zero.optimizer.piece_state import moved, tensors_beside
 from zero.optimizer.pieces import shaped, show, sliced
 from zero.optimizer.stepped import SteppedPiece, SteppedSubGroup
 from zero.sharding.flat_group import FlatGroup
+from zero.tiers.coded import Coded
+from zero.tiers.record import Record
 from zero.tiers.stored import Stored
+from zero.tiers.values import Values
 
 PieceStates = list[tuple[SteppedPiece, dict[str, Any]]]
 
@@ -125,11 +128,21 @@ class InstalledPieces:
 
 
 def _views(stepped: SteppedSubGroup, index: int, rule: Rule) -> dict[str, Any]:
-    """A piece's part of the flat state; for moments on disk, their places there."""
+    """A piece's part of the flat state; for moments on disk, their places there, and for those in 8 bits what
+    reads and writes them."""
     piece = stepped.pieces[index].piece
     state: dict[str, Any] = {"step": stepped.steps[index]} if rule.counts else {}
-    for name, moment in zip(rule.moments, stepped.record.moments, strict=True):
+    for name, moment in zip(rule.moments, _moments(stepped.record, rule), strict=True):
         state[name] = (
             moment[piece.shard_slice] if isinstance(moment, Stored) else shaped(moment, stepped.specs, piece)
         )
     return state
+
+
+def _moments(record: Record, rule: Rule) -> Sequence[Values]:
+    """The moments of a record, (numel,) each."""
+    if not rule.coded:
+        return record.moments
+    count = len(rule.moments)
+    codes, scales = record.moments[:count], record.moments[count:]
+    return [Coded(*each) for each in zip(codes, scales, rule.maps, strict=True)]

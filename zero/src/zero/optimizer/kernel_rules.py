@@ -11,10 +11,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from accelz import Kernels
+from accelz.dynamic_map import BLOCK, DynamicMap
 from accelz.updates import AdamWUpdate, LionUpdate, MomentumUpdate, SgdUpdate, Update
 from zero.config.training import Moments
 from zero.errors import OptimizerError
 from zero.optimizer.lion import Lion
+from zero.tiers.values import Column
 
 KernelOptions = Mapping[str, Any]
 
@@ -25,8 +27,8 @@ class Rule:
 
     serves: the optimizers' classes. update: what the kernel takes. settings: makes the update's own settings
     out of a param group's. lacks: options of param groups that the kernel has neither the arithmetic nor the
-    state for. kept: the dtype in which moments are kept; None for the masters'. stochastic: whether they are
-    then rounded at random.
+    state for. kept: the dtype in which moments are kept; None for the masters', uint8 for codes. stochastic:
+    whether they are then rounded at random.
     """
 
     serves: tuple[type[Optimizer], ...]
@@ -43,12 +45,22 @@ class Rule:
 
     def keeping(self, moments: Moments) -> Rule:
         """The same rule, with moments kept as the setting says."""
-        kept = None if moments == "fp32" else torch.bfloat16
-        return replace(self, kept=kept, stochastic=moments == "bf16_stochastic")
+        return replace(self, kept=_KEPT[moments], stochastic=moments == "bf16_stochastic")
 
-    def moment_dtypes(self, master: torch.dtype) -> tuple[torch.dtype, ...]:
-        """The dtype of each moment beside a master in that dtype."""
-        return (self.kept or master,) * len(self.moments)
+    @property
+    def coded(self) -> bool:
+        """Whether moments are kept in 8 bits."""
+        return self.kept is torch.uint8
+
+    def columns(self, master: torch.dtype) -> tuple[Column, ...]:
+        """What a record has beside a master in that dtype: the moments and, in 8 bits, then their scales."""
+        moments = (Column(self.kept or master),) * len(self.moments)
+        return moments + (Column(torch.float32, BLOCK),) * len(moments) if self.coded else moments
+
+    @property
+    def maps(self) -> tuple[DynamicMap, ...]:
+        """What codes of the moments stand for."""
+        return self.update.maps()
 
     @property
     def counts(self) -> bool:
@@ -75,6 +87,14 @@ class Rule:
         self.check(group)
         shared = {name: group[name] for name in ("weight_decay", "maximize")}
         return {**self.settings(group), **shared, "lr": float(group["lr"]), "stochastic": self.stochastic}
+
+
+_KEPT: dict[Moments, torch.dtype | None] = {
+    "fp32": None,
+    "bf16": torch.bfloat16,
+    "bf16_stochastic": torch.bfloat16,
+    "8bit": torch.uint8,
+}
 
 
 def _adam(group: KernelOptions) -> dict[str, Any]:

@@ -281,7 +281,7 @@ class ShardedOptimizer:
 
     def _make_state(self, stepped: SteppedSubGroup, rule: Rule) -> None:
         record = stepped.record
-        record.tier.add_moments(self._stores, record, rule.moment_dtypes(record.master.dtype))
+        record.tier.add_moments(self._stores, record, rule.columns(record.master.dtype))
         streamed, accelerator = stepped.sub.streamed, self._accelerator
         device = accelerator.device if streamed else record.tier.memory(accelerator)
         stepped.steps = torch.zeros(len(stepped.pieces), dtype=torch.float32, device=device)

@@ -20,7 +20,7 @@ from zero.sharding.gather_format import EXACT, GatherFormat
 from zero.sharding.units import PERSISTENT, ROOT
 from zero.tiers.placement import Placement
 from zero.tiers.tier import Tier
-from zero.tiers.values import at_least_fp32
+from zero.tiers.values import Column, at_least_fp32
 
 Dtype = torch.dtype | None
 IN_A_SUM = 3  # gradients that autograd holds at once of a parameter used more than once: two, and their sum
@@ -145,9 +145,11 @@ class PlannedGroup:
         state = math.ceil(numel * self.moments) if self.whole is None else self.whole.state
         return self.wide.itemsize * (state + numel * (not self.is_master(tier)))
 
-    def stored_dtypes(self, tier: Tier, compact: bool) -> list[torch.dtype]:
-        """The dtype of each value that is on disk for an element of the master and moments."""
-        return tier.record_dtypes(self.wide, self.placement.moments, compact and self.dtype is torch.bfloat16)
+    def stored_columns(self, tier: Tier, compact: bool) -> list[Column]:
+        """What is on disk of master and moments."""
+        return tier.record_columns(
+            self.wide, self.placement.moments, compact and self.dtype is torch.bfloat16
+        )
 
 
 @dataclass(frozen=True)
@@ -273,7 +275,7 @@ class UnitPlanner:
         the parameters that they have.
         """
         if draft.kind.stepping.rule is not None or not draft.kind.trainable:
-            nbytes = sum(dtype.itemsize for dtype in draft.placement.moments)
+            nbytes = sum(column.bytes_each for column in draft.placement.moments)
             return nbytes / at_least_fp32(draft.kind.dtype).itemsize
         kept = [
             (local_of(parameter).numel(), self._moments.get(parameter, 0)) for _, parameter in draft.named

@@ -111,8 +111,8 @@ def _rest(group: PlannedGroup, tier: Tier, config: Config) -> DeviceBytes:
     parameters = group.own_bytes if group.resident else group.shard_bytes
     records = [numel for numel, where in group.placement.optimizer if where is tier]
     if tier.stored:
-        dtypes = group.stored_dtypes(tier, config.offload.compact)
-        optimizer = sum(tier.nbytes(numel, *dtypes) for numel in records)
+        columns = group.stored_columns(tier, config.offload.compact)
+        optimizer = sum(tier.nbytes(numel, *columns) for numel in records)
     else:
         optimizer = sum(group.record_bytes(numel, tier) for numel in records)
     return DeviceBytes(parameters=parameters if group.placement.params is tier else 0, optimizer=optimizer)
@@ -125,6 +125,6 @@ def _buffers(groups: Sequence[PlannedGroup], compact: bool) -> int:
         splits = compact and group.dtype is torch.bfloat16
         for numel, tier in group.placement.optimizer:
             if tier.stored:
-                largest = max(largest, tier.nbytes(numel, *group.stored_dtypes(tier, compact)))
+                largest = max(largest, tier.nbytes(numel, *group.stored_columns(tier, compact)))
                 scratch = max(scratch, 4 * numel if splits else 0)
     return BUFFERS * largest + scratch

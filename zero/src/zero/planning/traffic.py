@@ -157,7 +157,7 @@ def _of_records(group: PlannedGroup, compact: bool) -> Moved:
             moved += Moved(to_host=nbytes, to_device=nbytes)
             continue
         if tier.stored:
-            nbytes = numel * sum(dtype.itemsize for dtype in group.stored_dtypes(tier, compact))
+            nbytes = sum(column.nbytes(numel) for column in group.stored_columns(tier, compact))
             upper = 2 * numel if compact and group.dtype is torch.bfloat16 else 0
             there = group.placement.params.stored  # the weights, which are the masters' upper halves
             moved += Moved(read=nbytes + (upper if there else 0), written=nbytes)

@@ -46,7 +46,7 @@ from zero.tiers.room import allocate, room_for
 from zero.tiers.stored import Stored
 from zero.tiers.stores import Stores
 from zero.tiers.swap_file import Section
-from zero.tiers.values import Values, at_least_fp32, lasting
+from zero.tiers.values import Values, at_least_fp32, lasting, longest_block
 
 Pending = NamedHandle | SideStreamWork
 """A transfer under way to or from a buffer."""
@@ -84,7 +84,8 @@ class FlatGroup:
             ParameterSpec(name, tuple(p.shape), dense_stride(p), p.numel())
             for name, p in zip(self.names, local, strict=True)
         ]
-        self.layout = layout.plan(specs, shards, dtype.itemsize, block_of(gather_options.quant_dtype))
+        block = max(block_of(gather_options.quant_dtype), longest_block(placement.moments))
+        self.layout = layout.plan(specs, shards, dtype.itemsize, block)
         self.window = self.layout.shard_slice(shard)
         self.pieces = self.layout.pieces(shard)
         self.placement = placement

@@ -6,6 +6,7 @@ apart                   the engine's own work, unseen by what the program has sw
 host_memory             the bytes of tensors in host memory
 stored, swap_file       values that must be read to be used; a rank's unnamed file on disk
 values, joined          values in any tier; several as one
+coded                   moments in 8 bits, as the values that they stand for
 split_master            fp32 masters stored as what bf16 weights lack
 record                  an optimizer's state of a sub-group, the master and its moments, in their tier
 tier                    device, host and disk as objects: what differs between them

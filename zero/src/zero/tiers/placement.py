@@ -6,14 +6,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import get_args
 
-import torch
-
 from zero.config.offload import Kind, Offload
 from zero.tiers.tier import ON_DEVICE, Tier, wanted
+from zero.tiers.values import Column, longest_block
 from zero.warning import warn
 
 NEAR = 0.1  # share of all state of a kind by which whole groups may miss a fraction without a warning
-ALIGN = 64  # elements: every sub-group begins on a cache line
+ALIGN = 64  # elements
 
 
 @dataclass(frozen=True)
@@ -21,8 +20,8 @@ class PlacementRequest:
     """A group to be placed.
 
     item_bytes, gradient_bytes: per element of a parameter, and of its reduced gradient. resident: the group's
-    whole buffer stays on the device, and its shard is part of it. moments: the dtypes of the values that a
-    record has for each element beside the master. divisible: whether it may be stepped in parts, as a kernel
+    whole buffer stays on the device, and its shard is part of it. moments: what a record has beside the
+    master. divisible: whether it may be stepped in parts, as a kernel
     can. beside: what the user's optimizer keeps beside records, by rank; empty if it keeps none, or if that
     is not needed.
     """
@@ -32,9 +31,18 @@ class PlacementRequest:
     gradient_bytes: int
     trainable: bool
     resident: bool
-    moments: tuple[torch.dtype, ...] = ()
+    moments: tuple[Column, ...] = ()
     divisible: bool = True
     beside: tuple[int, ...] = ()
+
+    @property
+    def align(self) -> int:
+        """Elements: every sub-group begins on a cache line, and with a block of its moments."""
+        return max(ALIGN, longest_block(self.moments))
+
+    def rounded(self, numel: int) -> int:
+        """The most of these elements that may be a sub-group, if others follow."""
+        return numel // self.align * self.align
 
 
 @dataclass(frozen=True)
@@ -42,12 +50,12 @@ class Placement:
     """The tiers of one group. Whole buffers are not placed: they are on the device while in use.
 
     optimizer: (elements, tier) of each sub-group, in the order of the shard; empty for a frozen group.
-    moments: the dtypes of the values that records have for each element beside the master. streamed: records
-    on the host are on the device for the step.
+    moments: what records have beside the master. streamed: records on the host are on the device for the
+    step.
     """
 
     optimizer: tuple[tuple[int, Tier], ...] = ()
-    moments: tuple[torch.dtype, ...] = ()
+    moments: tuple[Column, ...] = ()
     params: Tier = ON_DEVICE
     gradients: Tier = ON_DEVICE
     streamed: bool = False
@@ -111,9 +119,9 @@ class _HostRoom:
         self._budget = budget
         self._taken: tuple[int, ...] = (0,)  # by rank; one number where all have the same
 
-    def fits(self, each: int) -> int:
+    def fits(self, each: float) -> int:
         """Return how many elements of `each` bytes every rank has room for."""
-        return max(self._budget - max(self._taken), 0) // each
+        return int(max(self._budget - max(self._taken), 0) // each)
 
     def take(self, nbytes: int, own: Sequence[int] = ()) -> bool:
         """Take `nbytes` on every rank, plus each rank's `own`; return False if a rank lacks the room."""
@@ -135,7 +143,6 @@ class Placer:
     def __init__(self, offload: Offload, host: Tier) -> None:
         self._offload = offload
         self._host = host
-        self._size = -(-offload.sub_group_size // ALIGN) * ALIGN
         self._shares: dict[Kind, _Share] = {kind: _Share(offload.part(kind)) for kind in get_args(Kind)}
         budgets: dict[Kind, int | None] = {kind: offload.budget(kind) for kind in get_args(Kind)}
         self._room = {kind: _HostRoom(limit) for kind, limit in budgets.items() if limit is not None}
@@ -164,7 +171,7 @@ class Placer:
         params = ON_DEVICE if group.resident else self._tier("params", group.shard_numel, group.item_bytes)
         if not group.trainable:
             return Placement(params=params)
-        records = tuple(self._cut(self._divide(group, params, away), group.divisible))
+        records = tuple(self._cut(group, self._divide(group, params, away)))
         placed = Placement(records, group.moments, params, streamed=self._offload.streams)
         stepped_there = all(tier.near or placed.comes(tier) for _, tier in records)
         return replace(placed, gradients=self._gradient_tier(group, stepped_there))
@@ -185,14 +192,13 @@ class Placer:
             away.append(numel if leaves else 0)
         home = [i for i, group in enumerate(groups) if away[i] < sizes[i] and group.divisible]
         for index in sorted(home, key=lambda i: -sizes[i]):
-            away[index] = _rounded(min(share.rest, sizes[index]))
+            away[index] = groups[index].rounded(min(share.rest, sizes[index]))
             share.leave(away[index])
         return away
 
     def _divide(self, group: PlacementRequest, params: Tier, away: int) -> Iterator[tuple[int, Tier]]:
         """Divide the shard, from its beginning: what goes to the host, what goes to disk, what stays."""
-        each = self._host_bytes(group, params)
-        host = self._take_host("optimizer", away, each, group.divisible, group.beside)
+        host = self._take_records(group, away, self._host_bytes(group, params))
         beyond = wanted(self._offload, "optimizer").beyond_budget
         if host < away and beyond.near:
             self._shares["optimizer"].limited = True
@@ -200,31 +206,36 @@ class Placer:
         yield away - host, beyond
         yield group.shard_numel - away, ON_DEVICE
 
-    def _cut(self, stretches: Iterator[tuple[int, Tier]], divisible: bool) -> Iterator[tuple[int, Tier]]:
+    def _cut(
+        self, group: PlacementRequest, stretches: Iterator[tuple[int, Tier]]
+    ) -> Iterator[tuple[int, Tier]]:
         """Cut stretches into sub-groups of the configured size; all that stays on the device is one."""
-        near = 0
+        near, most = 0, group.rounded(self._offload.sub_group_size + group.align - 1)
         for numel, tier in stretches:
             if tier.near:
                 near += numel
                 continue
             while numel > 0:
-                size = min(numel, self._size) if divisible else numel
+                size = min(numel, most) if group.divisible else numel
                 yield size, tier
                 numel -= size
         if near:
             yield near, ON_DEVICE
 
-    def _take_host(self, kind: Kind, numel: int, each: int, divisible: bool, own: Sequence[int] = ()) -> int:
-        """Return how many of `numel` elements, of `each` bytes, the host takes.
-
-        own: bytes of each rank that are added if it takes all of them.
-        """
+    def _take_host(self, kind: Kind, nbytes: int, own: Sequence[int] = ()) -> bool:
+        """Return whether the host takes values of `nbytes`, and each rank's `own`."""
         if kind not in self._room:
-            return numel if wanted(self._offload, kind).in_host_memory else 0
-        if not numel or self._room[kind].take(numel * each, own):
+            return wanted(self._offload, kind).in_host_memory
+        return not nbytes or self._room[kind].take(nbytes, own)
+
+    def _take_records(self, group: PlacementRequest, numel: int, each: float) -> int:
+        """Return how many of `numel` elements' records, of `each` bytes per element, the host takes."""
+        if self._take_host("optimizer", int(numel * each), group.beside):
             return numel
-        some = _rounded(self._room[kind].fits(each)) if divisible else 0
-        self._room[kind].take(some * each)
+        if "optimizer" not in self._room or not group.divisible:
+            return 0
+        some = group.rounded(self._room["optimizer"].fits(each))
+        self._room["optimizer"].take(int(some * each))
         return some
 
     def _leaves(self, kind: Kind) -> bool:
@@ -236,7 +247,7 @@ class Placer:
         share, tier = self._shares[kind], wanted(self._offload, kind)
         if tier.near or not share.see(numel):
             return ON_DEVICE
-        if self._take_host(kind, numel, each, divisible=False) == numel:
+        if self._take_host(kind, numel * each):
             share.leave(numel)
             return self._host
         if tier.beyond_budget.near:
@@ -251,14 +262,10 @@ class Placer:
             return self._tier("gradients", group.shard_numel, group.gradient_bytes)
         return ON_DEVICE if stepped_there else self._host
 
-    def _host_bytes(self, group: PlacementRequest, params: Tier) -> int:
+    def _host_bytes(self, group: PlacementRequest, params: Tier) -> float:
         """Return the host bytes of an element's optimizer state, less a shard that is the master."""
         item_bytes = group.item_bytes
-        record = max(item_bytes, 4) + sum(dtype.itemsize for dtype in group.moments)
+        record = max(item_bytes, 4) + sum(column.bytes_each for column in group.moments)
         there = Placement(params=params, streamed=self._offload.streams)
         serves = there.shard_serves(item_bytes, self._host)
         return record - (item_bytes if serves else 0)
-
-
-def _rounded(numel: int) -> int:
-    return numel // ALIGN * ALIGN

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Opened:
-    """A record in memory, to be stepped. All (numel,), on one device."""
+    """A record in memory, to be stepped. All (numel,), but for the scales of codes, on one device."""
 
     master: Tensor
     moments: tuple[Tensor, ...]
@@ -30,9 +30,9 @@ class Record:
     """Master and moments of one sub-group.
 
     master: the original values of the parameters, fp32 (fp64 for fp64 parameters). moments: one value per
-    element each, in the master's dtype or in bf16. tier: where they are, except a master that is the shard,
-    which stays with it. On disk a record is one contiguous stretch, master first, each section in whole
-    pages.
+    element each, in the master's dtype or in bf16; or codes in 8 bits, and then scales of their blocks. tier:
+    where they are, except a master that is the shard, which stays with it. On disk a record is one contiguous
+    stretch, master first, each section in whole pages.
     """
 
     tier: Tier

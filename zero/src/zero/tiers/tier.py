@@ -17,7 +17,7 @@ from zero.tiers.record import Record
 from zero.tiers.split_master import LOWER, SplitMaster
 from zero.tiers.stored import Stored
 from zero.tiers.swap_file import Section, section_bytes
-from zero.tiers.values import Values
+from zero.tiers.values import Column, Values
 
 if TYPE_CHECKING:
     from zero.tiers.stores import Stores
@@ -51,15 +51,13 @@ class Tier(ABC):
         """Return the device of values that are used where they are, and whose kernels step them."""
         return HOST
 
-    def nbytes(self, numel: int, *dtypes: torch.dtype) -> int:
-        """Return the bytes that values of `numel` elements take here, one after another in these dtypes."""
-        return sum(numel * dtype.itemsize for dtype in dtypes)
+    def nbytes(self, numel: int, *columns: Column) -> int:
+        """Return the bytes that these columns of `numel` elements take here, one after another."""
+        return sum(column.nbytes(numel) for column in columns)
 
-    def record_dtypes(
-        self, dtype: torch.dtype, moments: Sequence[torch.dtype], splits: bool
-    ) -> list[torch.dtype]:
-        """Return the dtypes of master and moments. splits: the weights are the master's upper half."""
-        return [dtype, *moments]
+    def record_columns(self, dtype: torch.dtype, moments: Sequence[Column], splits: bool) -> list[Column]:
+        """Return the columns of master and moments. splits: the weights are the master's upper half."""
+        return [Column(dtype), *moments]
 
     def place(self, stores: Stores, numel: int, dtype: torch.dtype) -> Stored | None:
         """Return a place for values yet to come; None where they need none."""
@@ -74,21 +72,23 @@ class Tier(ABC):
         stores: Stores,
         values: Tensor,
         dtype: torch.dtype,
-        moments: Sequence[torch.dtype],
+        moments: Sequence[Column],
         weights: Callable[[], Values] | None,
     ) -> Record:
         """Make a record whose master is a copy of `values` in `dtype`; `add_moments` completes it.
 
-        moments: the dtypes of those that there will be; on disk they have their space from the beginning.
+        moments: those that there will be; on disk they have their space from the beginning.
         weights(): the bf16 weights, if these may serve as the upper half of a master on disk.
         """
         there = values.to(self.memory(stores.accelerator))
         return Record(self, self._make(stores, torch.empty, values.numel(), dtype).copy_(there))
 
-    def add_moments(self, stores: Stores, record: Record, moments: Sequence[torch.dtype]) -> None:
-        """Add zero moments of these dtypes to a record that is here."""
+    def add_moments(self, stores: Stores, record: Record, moments: Sequence[Column]) -> None:
+        """Add zero moments to a record that is here."""
         numel = record.master.numel()
-        record.moments = tuple(self._make(stores, torch.zeros, numel, dtype) for dtype in moments)
+        record.moments = tuple(
+            self._make(stores, torch.zeros, column.numel(numel), column.dtype) for column in moments
+        )
 
     def _make(self, stores: Stores, make: Callable[..., Tensor], numel: int, dtype: torch.dtype) -> Tensor:
         return make(numel, dtype=dtype, device=self.memory(stores.accelerator))
@@ -150,16 +150,14 @@ class Disk(Tier):
         assert offload.path is not None
         return offload.path
 
-    def nbytes(self, numel: int, *dtypes: torch.dtype) -> int:
-        return sum(section_bytes(numel, dtype) for dtype in dtypes)
+    def nbytes(self, numel: int, *columns: Column) -> int:
+        return sum(section_bytes(column.numel(numel), column.dtype) for column in columns)
 
-    def record_dtypes(
-        self, dtype: torch.dtype, moments: Sequence[torch.dtype], splits: bool
-    ) -> list[torch.dtype]:
-        return [LOWER if splits else dtype, *moments]
+    def record_columns(self, dtype: torch.dtype, moments: Sequence[Column], splits: bool) -> list[Column]:
+        return [Column(LOWER if splits else dtype), *moments]
 
     def place(self, stores: Stores, numel: int, dtype: torch.dtype) -> Section:
-        return self._allocate(stores, numel, [dtype])[0]
+        return self._allocate(stores, numel, [Column(dtype)])[0]
 
     def keep(self, stores: Stores, values: Tensor) -> Section:
         section = self.place(stores, values.numel(), values.dtype)
@@ -171,27 +169,30 @@ class Disk(Tier):
         stores: Stores,
         values: Tensor,
         dtype: torch.dtype,
-        moments: Sequence[torch.dtype],
+        moments: Sequence[Column],
         weights: Callable[[], Values] | None,
     ) -> Record:
         splits = stores.offload.compact and weights is not None
-        dtypes = self.record_dtypes(dtype, moments, splits)
-        first, *rest = self._allocate(stores, values.numel(), dtypes)
+        columns = self.record_columns(dtype, moments, splits)
+        first, *rest = self._allocate(stores, values.numel(), columns)
         master = SplitMaster(weights, first) if splits and weights is not None else first
         master.write(values)
         return Record(self, master, tuple(rest))
 
-    def add_moments(self, stores: Stores, record: Record, moments: Sequence[torch.dtype]) -> None:
+    def add_moments(self, stores: Stores, record: Record, moments: Sequence[Column]) -> None:
         """They exist already, as the file starts out as zeros."""
 
-    def _allocate(self, stores: Stores, numel: int, dtypes: Sequence[torch.dtype]) -> list[Section]:
+    def _allocate(self, stores: Stores, numel: int, columns: Sequence[Column]) -> list[Section]:
         """Allocate adjacent sections of `numel` elements, each of whole pages, zero at first.
 
         Raises OffloadError on a full disk.
         """
-        file, sizes = stores.swap_file(self), [section_bytes(numel, dtype) for dtype in dtypes]
+        file, sizes = stores.swap_file(self), [self.nbytes(numel, column) for column in columns]
         ends = itertools.accumulate(sizes, initial=file.allocate(sum(sizes)))
-        return [Section(file, begin, numel, dtype) for begin, dtype in zip(ends, dtypes, strict=False)]
+        return [
+            Section(file, begin, column.numel(numel), column.dtype)
+            for begin, column in zip(ends, columns, strict=False)
+        ]
 
 
 ON_DEVICE, ON_HOST, ON_DISK = DeviceMemory(), HostMemory(), Disk()

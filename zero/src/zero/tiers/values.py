@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +13,34 @@ from zero.communication.communicator import Communicator
 from zero.tiers.stored import Stored
 
 Values = Tensor | Stored
+
+
+class Column(NamedTuple):
+    """One of the tensors of a record: values in one dtype, each for `every` elements."""
+
+    dtype: torch.dtype
+    every: int = 1
+
+    @property
+    def bytes_each(self) -> float:
+        """Bytes per element of the record."""
+        return self.dtype.itemsize / self.every
+
+    def numel(self, elements: int) -> int:
+        """How many values there are beside a record's elements."""
+        return -(-elements // self.every)
+
+    def nbytes(self, elements: int) -> int:
+        return self.numel(elements) * self.dtype.itemsize
+
+    def window(self, elements: slice) -> slice:
+        """The values of a stretch of elements, which begins where one of its values does."""
+        return slice(elements.start // self.every, self.numel(elements.stop))
+
+
+def longest_block(columns: Iterable[Column]) -> int:
+    """Return how many elements of a record must stay together, counted from its beginning."""
+    return max((column.every for column in columns), default=1)
 
 
 @contextmanager

@@ -97,7 +97,8 @@ class FullParameters(Uncopied):
             raise
 
     def gather(self, unit: ShardedUnit, group: FlatGroup, values: Values) -> Tensor:
-        """Return all ranks' slices put together, shape (layout.numel,), on the device.
+        """Return all ranks' slices put together, shape (layout.numel,), on the device; or values of which
+        each is for several elements.
 
         Call it in a `Communicator.together` block.
         """
@@ -105,7 +106,7 @@ class FullParameters(Uncopied):
             shard = fetch(values, group.home.data.device, self.communicator)
             if group.shards == 1:
                 return shard
-            full = torch.empty(group.layout.numel, dtype=shard.dtype, device=shard.device)
+            full = torch.empty(shard.numel() * group.shards, dtype=shard.dtype, device=shard.device)
             self.communicator.all_gather(unit.name, full, shard, group.mesh.shards).wait()
             return full
 

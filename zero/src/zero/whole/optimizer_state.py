@@ -1,7 +1,8 @@
 """The optimizer's whole state by parameter name, put together from the shards. Collective.
 
 Of a slice, a state tensor is either element-wise (exp_avg: one value per element, sharded like the parameter)
-or a scalar (step: the same on every rank that owns a part). Of a whole parameter, a state tensor may have any
+or a scalar (step: the same on every rank that owns a part); moments in 8 bits also have codes, one per
+element, and scales, one for each block of a parameter. Of a whole parameter, a state tensor may have any
 shape, and the rank that steps the parameter has it.
 """
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from accelz import Group
+from accelz.dynamic_map import BLOCK
 from zero.files.dtypes import TORCH, name_of
 from zero.optimizer.piece_state import in_memory_order, is_elementwise
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
@@ -22,10 +24,14 @@ from zero.optimizer.wrapped_state import inner_tensors, is_wrapper
 from zero.sharding.distributed import block_of
 from zero.sharding.flat_group import FlatGroup
 from zero.sharding.sharded_unit import ShardedUnit
+from zero.tiers.coded import Coded
 from zero.tiers.stored import Stored
+from zero.tiers.values import Values
 from zero.whole.full_parameters import FullParameters, view_of
 
-Kind = Literal["elements", "scalar"]
+Kind = Literal["elements", "blocks", "scalar"]
+CODES, SCALES = ".codes", ".scales"
+"""What of moments in 8 bits stands beside their values."""
 
 
 class OptimizerState:
@@ -106,35 +112,49 @@ class OptimizerState:
                 if isinstance(value, (Tensor, Stored)):
                     if is_elementwise(key, value, piece.parameter):
                         mine[key] = "elements", name_of(value.dtype, key)
+                    if isinstance(value, Coded):
+                        mine |= {key + CODES: ("elements", "U8"), key + SCALES: ("blocks", "F32")}
                     mine.setdefault(key, ("scalar", "F32"))
         merged: dict[str, tuple[Kind, str]] = {}
         for theirs in self._full_parameters.communicator.all_gather_object(mine):
             for key, (kind, dtype) in theirs.items():
-                if kind == "elements" or key not in merged:
+                if kind != "scalar" or key not in merged:
                     merged[key] = kind, dtype
         return dict(sorted(merged.items()))
 
     def _gather(
         self, unit: ShardedUnit, group: FlatGroup, key: str, kind: Kind, dtype: torch.dtype
     ) -> Tensor:
-        """One state tensor of a whole group: flat in buffer order, or one number per parameter."""
-        numel = group.layout.shard_numel if kind == "elements" else len(group.names)
+        """One state tensor of a whole group: flat in buffer order, by element or by block, or one number per
+        parameter."""
+        every = BLOCK if kind == "blocks" else 1
+        numel = len(group.names) if kind == "scalar" else group.layout.shard_numel // every
         flat = torch.zeros(numel, dtype=dtype, device=group.home.data.device)
         for stepped in self._subs_of[group]:
             for piece in stepped.pieces:
-                value = self._state.get(piece.parameter, {}).get(key)
-                if value is not None and kind == "elements":
-                    target = flat[stepped.sub.window][piece.piece.shard_slice]
+                state = self._state.get(piece.parameter, {})
+                value: Any = _beside(state, key) if key not in state else state[key]
+                if value is not None and kind != "scalar":
+                    first = (stepped.sub.window.start + piece.piece.shard_start) // every
                     with self._full_parameters.communicator.postponing_disk_errors():
-                        target.copy_(in_memory_order(value, piece.parameter).to(flat.device))
+                        own = in_memory_order(value, piece.parameter) if key in state else value
+                        flat[first : first + own.numel()].copy_(own.to(flat.device))
                 elif value is not None:
                     flat[piece.piece.index] = value
-        if kind == "elements":
+        if kind != "scalar":
             return self._full_parameters.gather(unit, group, flat)
         if group.shards > 1:
             ranks = group.mesh.shards
             self._full_parameters.communicator.all_reduce(unit.name, flat, ranks, "max").wait()
         return flat
+
+
+def _beside(state: Mapping[str, Any], key: str) -> Values | None:
+    """The codes or scales of a moment in 8 bits."""
+    moment = state.get(key.removesuffix(CODES).removesuffix(SCALES))
+    if not isinstance(moment, Coded):
+        return None
+    return moment.codes if key.endswith(CODES) else moment.scales
 
 
 def _tensors(key: str, value: Any) -> Iterator[tuple[str, Tensor]]:
@@ -166,4 +186,8 @@ _BLOCKS = (256, 2048)  # elements, of bitsandbytes' present and earlier versions
 
 
 def _entry(flat: Tensor, group: FlatGroup, index: int, kind: Kind) -> Tensor:
+    if kind == "blocks":
+        slot = group.layout.slots[index]
+        first = slot.offset // BLOCK
+        return flat[first : first - (-slot.numel // BLOCK)]
     return view_of(flat, group, index) if kind == "elements" else flat[index]
