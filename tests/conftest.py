@@ -18,8 +18,8 @@ BODIES_IMPORT = (
     "zero.engine",
     "zero.setup.initialization",
 )
-"""Where a rank trains: optimizers import dynamo, and compiled models the first of these as well; both take longer
-than most bodies."""
+"""Where a rank trains: optimizers import dynamo, and compiled models the first of these as well, which takes
+longer than most bodies."""
 RANKS = {"cluster", "clusters", "disposable", "several", "sim"}
 """Fixtures that start other processes."""
 MARKERS = (
