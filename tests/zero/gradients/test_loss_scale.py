@@ -96,7 +96,7 @@ def lasting_body(context: Context, stage: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.host), 3])
 def test_an_overflow_that_lasts_is_told_and_ends_the_job(cluster: Clusters, stage: int) -> None:
     first, second = cluster(2).run(lasting_body, stage=stage)
     assert list(first["told"]) == [TOLD_AFTER]

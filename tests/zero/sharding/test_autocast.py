@@ -34,7 +34,7 @@ from tests.zero.helpers.training import (
     train_zero,
 )
 
-STEPS = 6
+STEPS = 4
 CASES: list[tuple[Callable[[], nn.Module], Any]] = [
     (once, language_loss),
     (LanguageModel, language_loss),
