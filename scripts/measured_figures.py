@@ -97,7 +97,10 @@ def consolidate() -> Drawing:
     }
     return bars(
         "Whole weights of a checkpoint of 1 G parameters by 8 ranks",
-        [(named.get(row["by"], row["by"]), row) for row in rows_of("2026-11-22-consolidate-8-ranks")],
+        [
+            (named.get(str(row["by"]), str(row["by"])), row)
+            for row in rows_of("2026-11-22-consolidate-8-ranks")
+        ],
         (SECONDS("from start to end"), Column("peak of the process", "peak_bytes", "MB", 1e6)),
     )
 

@@ -6,7 +6,7 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from scripts import figures
+from scripts import drawing, figures
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -23,7 +23,7 @@ def test_a_figure_is_what_is_drawn_now(name: str) -> None:
         text for text in texts if text.get("text-anchor") == "start"
     ):  # about 7 units a letter; titles are wider
         wide = 8.6 if "title" in str(text.get("class")) else 7.2
-        assert float(text.get("x", 0)) + wide * len(text.text or "") < figures.WIDTH, text.text
+        assert float(text.get("x", 0)) + wide * len(text.text or "") < drawing.WIDTH, text.text
 
 
 def test_prefetch_shortens_the_step() -> None:
