@@ -205,7 +205,8 @@ def test_a_rank_that_waits_in_a_save_is_told_to_those_that_train(waited: dict[st
     assert "from rank(s) 0: rank(s) 0 wait in collective" in missed
     assert "all_gather of unit" in missed
     assert "every rank must call save_checkpoint" in missed
-    assert len(training) == len(saving) == 1, (training, saving)
+    for texts in (training, saving):  # whoever is later may hear after this that the other has failed
+        assert 1 <= len(texts) <= 2, texts
     assert f"rank(s) 1 {place}. It will fail after {TIMEOUT:.0f} s" in training[0]
     assert f"s in {place.removeprefix('wait in ')}: rank(s) 0 wait in collective" in saving[0]
 
