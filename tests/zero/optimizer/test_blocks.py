@@ -93,13 +93,13 @@ def error_of_state(
 
 
 CASES: dict[str, list[dict[str, Any]]] = {
-    "trust": [{"stage": 0}, {"stage": 2}, {"offload": zero.Offload(optimizer="host")}],
+    "trust": [{"stage": 0}, {"offload": zero.Offload(optimizer="host")}],
     "muon": [{"stage": 3}],
 }
 
 
 def parity_body(context: Context, path: str) -> dict[str, dict[str, float]]:
-    """At several stages and in another tier. Saves what was trained last, and loads it on other meshes."""
+    """At several stages and in another tier. Saves what was trained last, and loads it on another mesh."""
     mesh = mesh_of(("dp", 2), ("tp", 2))
     row, found = mesh.get_local_rank("dp"), {}
     for name, cases in CASES.items():
@@ -117,13 +117,12 @@ def parity_body(context: Context, path: str) -> dict[str, dict[str, float]]:
         plan = zero.plan(model, OPTIMIZERS[name](model), config, mesh=mesh, data_dims="dp")
         assert plan.traffic.collectives["all_to_all"] == engine.traffic.bytes["all_to_all"] > 0
         engine.save_checkpoint(f"{path}/{name}")
-        for other in (mesh, mesh_of(("dp", 1), ("tp", 4))):
-            engine, model, _ = trained(other, name, steps=0)
-            engine.load_checkpoint(f"{path}/{name}")
-            found[f"{name}, loaded on {other.shape}"] = {
-                "weights": compared(engine, model, weights),
-                "state": error_of_state(engine, model, reference, optimizers),
-            }
+        engine, model, _ = trained(mesh_of(("dp", 1), ("tp", 4)), name, steps=0)
+        engine.load_checkpoint(f"{path}/{name}")
+        found[f"{name}, loaded on (dp 1, tp 4)"] = {
+            "weights": compared(engine, model, weights),
+            "state": error_of_state(engine, model, reference, optimizers),
+        }
     return found
 
 
