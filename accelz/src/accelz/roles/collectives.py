@@ -290,8 +290,9 @@ _meetings: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], Exchange]]
 def _even_out_groups(members: list[int], timeout: float) -> None:
     """Bring the ranks of a new group to equally many groups.
 
-    Where members alone make a group, torch derives its name from their number: ranks with other numbers
-    would not meet, and a name may be taken if groups were destroyed. Ranks then get some of themselves alone.
+    Where members alone make a group, torch derives its name from their number (from 2.14 on, from that of all
+    names ever given): ranks with other numbers would not meet, and a name may be taken if groups were
+    destroyed. Ranks then get some of themselves alone.
     """
     world, rank = dist.group.WORLD, dist.get_rank()
     assert world is not None
@@ -307,11 +308,13 @@ def _even_out_groups(members: list[int], timeout: float) -> None:
     while True:
         names = dist.distributed_c10d._world.pg_names.values()
         taken = dist.distributed_c10d._process_group_name(members, use_hashed_name=True) in names
-        counts, conflicts = zip(*meetings[tuple(members)]([len(names), taken], timeout), strict=True)
+        ever = dist.distributed_c10d._world.group_count  # after `taken`, which gives a name
+        number = ever if torch.__version__ >= "2.14" else len(names)
+        counts, conflicts = zip(*meetings[tuple(members)]([number, taken], timeout), strict=True)
         wanted = max(counts) + any(conflicts)
         if min(counts) == wanted:
             return
-        for _ in range(wanted - len(names)):
+        for _ in range(wanted - number):
             dist.new_group([rank], backend="gloo", use_local_synchronization=True)
 
 
