@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
-from tests.zero.helpers.compiled_models import FAULTS, LENGTH, Watched, build, fresh, tokens
+from tests.zero.helpers.compiled_models import FAULTS, LENGTH, WIDTH, Block, Watched, build, fresh, tokens
 from tests.zero.helpers.late_stream import run_late
 from tests.zero.helpers.models import device_of
 from tests.zero.helpers.training import relative_error
@@ -38,10 +39,30 @@ def train(engine: zero.Engine, steps: int = 2) -> tuple[list[float], int]:
     return losses, peak
 
 
+class Wider(Block):
+    """A block that saves much for its backward, beside what attention takes while it runs."""
+
+    def __init__(self, frozen: bool) -> None:
+        super().__init__(frozen=False)
+        self.second = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH).requires_grad_(not frozen)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        return x + self.down(F.gelu(self.up(self.second(x))))
+
+
+def deep() -> nn.Module:
+    model = fresh()
+    model.blocks = nn.ModuleList(Wider(frozen=i == 1) for i in range(3))
+    return model
+
+
 def peaks_body(context: Context) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, where, fraction in (("stay", "device", 1.0), ("half", "host", 0.5), ("all", "host", 1.0)):
-        engine = build(fresh(), where, fraction)
+        engine = build(deep(), where, fraction)
         losses, peak = train(engine)
         forward, backward = engine.explain().graphs
         predicted = max(forward.live, backward.live)
