@@ -24,7 +24,7 @@ from tests.zero.helpers.training import adamw, scaled_error
 
 pytestmark = pytest.mark.slow  # compiles
 
-STEPS = 4
+STEPS = 3
 
 
 def train(context: Context, compile: zero.Compile, autocast: bool) -> dict[str, Any]:
