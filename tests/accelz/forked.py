@@ -42,6 +42,8 @@ def check(
 ) -> tuple[int, dict[str, Any]]:
     """Exit code and summary of the kit's `tests` (as for -k) on a backend that is installed in `folder`."""
     report, notes, printed = folder / "report.jsonl", folder / "notes", folder / "printed"
+    for path in (report, notes):
+        path.unlink(missing_ok=True)
     arguments = runner.arguments(name, tests, TEST_SECONDS, report, notes, quick)
     given = environment(folder, **runner.ISOLATED, **variables)
     code = _forked(_run, LIMIT_SECONDS, printed, printed, given, arguments)
@@ -80,17 +82,19 @@ class Popen:
         stdout: Any,
         stderr: Any = None,
         cwd: str | Path | None = None,
+        start_new_session: bool = False,
         **_: Any,
     ) -> None:
         interpreter, self._option, *self.args = command
         assert (interpreter, self._option in ("-m", "-c")) == (sys.executable, True), command
         self._pipe = stdout is subprocess.PIPE
-        out = Path(tempfile.mkstemp()[1]) if self._pipe else Path(stdout.name)
+        out = _temporary() if self._pipe else Path(stdout.name)
         self._out = out if out.is_file() else Path(os.devnull)  # this process's own stderr has no name
         errors = self._out if stderr in (None, subprocess.STDOUT) else Path(stderr.name)
         run = _run_module if self._option == "-m" else _run_text
         given = (self.before, *self.args)
-        self._process = _started(run, self._out, errors, dict(env), given, Path(cwd or Path.cwd()))
+        folder = Path(cwd or Path.cwd())
+        self._process = _started(run, self._out, errors, dict(env), given, folder, start_new_session)
 
     @property
     def pid(self) -> int:
@@ -269,19 +273,35 @@ def _started(
     variables: dict[str, str],
     argument: Any,
     cwd: Path | None = None,
+    session: bool = False,
 ) -> BaseProcess:
-    """The process, in `cwd`, or else where `out` is. What it prints is added to what is there."""
+    """The process, in `cwd`, or else where `out` is. What it prints is added to what is there. session: of
+    its own, so that it can be killed with what it starts."""
     cluster.prepare()
     context = multiprocessing.get_context("forkserver")
-    given = (call, argument, variables, str(out), str(errors), str(cwd or out.parent))
+    given = (call, argument, variables, str(out), str(errors), str(cwd or out.parent), session)
     process = context.Process(target=_child, args=given)
     process.start()
     return process
 
 
+def _temporary() -> Path:
+    number, path = tempfile.mkstemp()
+    os.close(number)
+    return Path(path)
+
+
 def _child(
-    call: Callable[[Any], int], argument: Any, variables: dict[str, str], out: str, errors: str, cwd: str
+    call: Callable[[Any], int],
+    argument: Any,
+    variables: dict[str, str],
+    out: str,
+    errors: str,
+    cwd: str,
+    session: bool,
 ) -> None:
+    if session:
+        os.setsid()
     _serve_from_the_same_server()
     os.environ.clear()
     os.environ.update(variables)

@@ -48,7 +48,12 @@ def forked_bench(folder: Path, *arguments: str) -> subprocess.CompletedProcess[s
     with out.open("w") as printed, errors.open("w") as told:
         command = [sys.executable, "-m", "benchmarks", *arguments]
         running = Benchmark(command, env=environment(folder), cwd=ROOT, stdout=printed, stderr=told)
-    code = running.wait(SECONDS)
+    try:
+        code = running.wait(SECONDS)
+    except subprocess.TimeoutExpired:
+        running.kill()
+        running.wait()
+        raise
     return subprocess.CompletedProcess(command, code, out.read_text(), errors.read_text())
 
 

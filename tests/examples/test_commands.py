@@ -114,9 +114,14 @@ def takes(app: typer.Typer, line: Line, words: tuple[str, ...]) -> None:
 
 @cache
 def names_of_tests(program: str) -> str:
-    """Where pytest's -k looks, and more: names of files, and what is in them."""
+    """Where pytest's -k looks: names of files, classes and tests; and ids, which stand among the values of
+    parametrize."""
     folder = ROOT / ("accelz/src/accelz/conformance" if program == "accelz" else "tests/zero")
-    return " ".join(f"{path} {path.read_text()}" for path in folder.rglob("*.py")).lower()
+    found = r"^ *(?:def (test_\w+)|class (Test\w+)|@pytest.mark.parametrize(.*))"
+    return " ".join(
+        f"{path.relative_to(ROOT)} {re.findall(found, path.read_text(), re.MULTILINE)}"
+        for path in folder.rglob("*.py")
+    ).lower()
 
 
 def make(line: Line) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+
 import accelerate
 import torch
 
@@ -19,7 +21,14 @@ def train() -> None:
     print(f"rank {engine.rank} of {engine.world_size} holds {held}\n", end="", flush=True)
 
 
+def launch() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    accelerate.notebook_launcher(train, num_processes=2, use_port=str(port))
+
+
 if __name__ == "__main__":
-    accelerate.notebook_launcher(train, num_processes=2)
+    launch()
     train()
-    accelerate.notebook_launcher(train, num_processes=2)
+    launch()

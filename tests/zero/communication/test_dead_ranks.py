@@ -7,15 +7,14 @@ import re
 import time
 import warnings
 from datetime import timedelta
-from typing import Any
 
 import pytest
 import torch
 
 import zero
-from accelz.conformance.cluster import Clusters, Context, Outcome
+from accelz.conformance.cluster import Clusters, Context
 from tests.zero.conftest import Abilities
-from tests.zero.helpers.failing import TIMEOUT, Job, Ranks, Reordered, ended_jobs
+from tests.zero.helpers.failing import TIMEOUT, Ended, Job, Ranks, Reordered, ended_jobs
 from tests.zero.helpers.loops import train_on
 from tests.zero.helpers.meshes import Stage, mesh_of, tokens
 from tests.zero.helpers.models import features
@@ -66,17 +65,16 @@ def raising_body(context: Context) -> str:
 
 
 @pytest.fixture(scope="module")
-def dead(cluster: Clusters, abilities: Abilities, device: str) -> dict[str, list[Outcome]]:
+def dead(cluster: Clusters, abilities: Abilities) -> Ended:
     """How the jobs end in which a rank does not go on."""
-    cluster(4)  # skips where there cannot be so many
     jobs = {when: Job(3, dying_body, {"when": when}) for when in ("forward", "backward", "asleep")}
     jobs["copies"] = Job(4, dying_body, {"when": "backward", "shard_ranks": 2})
     jobs["raises"] = Job(2, raising_body)
-    return ended_jobs(device, jobs, abilities.capabilities.shared_device)
+    return ended_jobs(cluster, jobs, abilities.capabilities.shared_device)
 
 
 @pytest.mark.parametrize("when", ["forward", "backward", "asleep"])
-def test_a_dead_or_silent_rank_is_named(dead: dict[str, list[Outcome]], when: str) -> None:
+def test_a_dead_or_silent_rank_is_named(dead: Ended, when: str) -> None:
     """It is named within the timeout (and the exchange of reports), with the unit that was waited for."""
     outcomes = dead[when]
     for survivor in (outcomes[0], outcomes[2]):
@@ -88,7 +86,7 @@ def test_a_dead_or_silent_rank_is_named(dead: dict[str, list[Outcome]], when: st
         assert seconds < 4 * TIMEOUT
 
 
-def test_one_rank_raises(dead: dict[str, list[Outcome]]) -> None:
+def test_one_rank_raises(dead: Ended) -> None:
     first, second = (outcome.value for outcome in dead["raises"])
     assert second == "ArithmeticError: stop here"
     assert first.startswith("CommunicationError")
@@ -96,7 +94,7 @@ def test_one_rank_raises(dead: dict[str, list[Outcome]]) -> None:
     assert "1" in first
 
 
-def test_a_dead_rank_of_another_copy_is_named(dead: dict[str, list[Outcome]]) -> None:
+def test_a_dead_rank_of_another_copy_is_named(dead: Ended) -> None:
     """Ranks 2 and 3 share a copy of the model, so errors in their group count its ranks from 0."""
     outcomes = dead["copies"]
     for rank in (0, 1, 3):
@@ -168,9 +166,7 @@ def uneven_batches_body(context: Context, path: str) -> tuple[list[str], str, st
 
 
 @pytest.fixture(scope="module")
-def waited(
-    abilities: Abilities, device: str, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, list[Any]]:
+def waited(cluster: Clusters, abilities: Abilities, tmp_path_factory: pytest.TempPathFactory) -> Ended:
     """What the ranks say that wait for each other."""
     path = str(tmp_path_factory.mktemp("waited") / "c")
     jobs = {
@@ -178,20 +174,18 @@ def waited(
         "late": Job(2, long_wait_body, {"path": STRAIGHT}),
         "saves": Job(2, uneven_batches_body, {"path": path}),
     }
-    ended = ended_jobs(device, jobs, abilities.capabilities.shared_device)
-    assert all(each.status == "returned" for outcomes in ended.values() for each in outcomes), ended
-    return {name: [each.value for each in outcomes] for name, outcomes in ended.items()}
+    return ended_jobs(cluster, jobs, abilities.capabilities.shared_device)
 
 
-def test_a_long_wait_of_ranks_that_differ_is_explained_before_it_fails(waited: dict[str, list[Any]]) -> None:
-    for texts, error, seconds in waited["differ"]:
+def test_a_long_wait_of_ranks_that_differ_is_explained_before_it_fails(waited: Ended) -> None:
+    for texts, error, seconds in waited.values_of("differ"):
         assert "ranks issued different collectives" in error
         found = [text for text in texts if "ranks issued different collectives: number" in text]
         assert len(found) == 1 or seconds < TIMEOUT, texts  # shared memory notices at once
 
 
-def test_a_long_wait_for_a_rank_is_logged_once(waited: dict[str, list[Any]]) -> None:
-    (first, error, _), (second, _, _) = waited["late"]
+def test_a_long_wait_for_a_rank_is_logged_once(waited: Ended) -> None:
+    (first, error, _), (second, _, _) = waited.values_of("late")
     assert error == ""
     assert len(first) == 1, first
     assert "rank 0 has waited" in first[0]
@@ -199,8 +193,8 @@ def test_a_long_wait_for_a_rank_is_logged_once(waited: dict[str, list[Any]]) -> 
     assert second == []
 
 
-def test_a_rank_that_waits_in_a_save_is_told_to_those_that_train(waited: dict[str, list[Any]]) -> None:
-    (training, failed, place), (saving, missed, _) = waited["saves"]
+def test_a_rank_that_waits_in_a_save_is_told_to_those_that_train(waited: Ended) -> None:
+    (training, failed, place), (saving, missed, _) = waited.values_of("saves")
     assert f"rank(s) 1 {place}: every rank must make the same calls" in failed
     assert "from rank(s) 0: rank(s) 0 wait in collective" in missed
     assert "all_gather of unit" in missed

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import zero
 from accelz.conformance.cluster import Clusters, Context
 from tests.zero.conftest import Abilities
-from tests.zero.helpers.failing import TIMEOUT, Job, Ranks, Reordered, ended_jobs
+from tests.zero.helpers.failing import TIMEOUT, Ended, Job, Ranks, Reordered, ended_jobs
 from tests.zero.helpers.loops import train_on
 from tests.zero.helpers.models import Stack, features
 from tests.zero.helpers.own_bytes import bytes_of_its_own
@@ -81,7 +81,7 @@ def other_writer_body(context: Context) -> tuple[str, float]:
 
 
 @pytest.fixture(scope="module")
-def diverged(abilities: Abilities, device: str) -> dict[str, list[Any]]:
+def diverged(cluster: Clusters, abilities: Abilities) -> Ended:
     """What ranks are told that go on differently."""
     jobs = {
         "reversed": Job(2, diverging_body, {"path": (0, 2, 1, 3)}),
@@ -89,15 +89,13 @@ def diverged(abilities: Abilities, device: str) -> dict[str, list[Any]]:
         "only one": Job(2, diverging_body, {"path": (3,)}),
         "all write": Job(2, other_writer_body),
     }
-    ended = ended_jobs(device, jobs, abilities.capabilities.shared_device)
-    assert all(each.status == "returned" for outcomes in ended.values() for each in outcomes), ended
-    return {name: [each.value for each in outcomes] for name, outcomes in ended.items()}
+    return ended_jobs(cluster, jobs, abilities.capabilities.shared_device)
 
 
 @pytest.mark.parametrize("path", ["reversed", "left out", "only one"])
-def test_ranks_that_gather_other_units_are_told_so(diverged: dict[str, list[Any]], path: str) -> None:
+def test_ranks_that_gather_other_units_are_told_so(diverged: Ended, path: str) -> None:
     """Blocks of equal size would silently exchange wrong values; this is caught before any step."""
-    for kind, message, seconds in diverged[path]:
+    for kind, message, seconds in diverged.values_of(path):
         assert kind == "RankMismatchError", (kind, message)
         assert re.search("(number|call) [0-9]", message), message
         assert "blocks." in message
@@ -106,9 +104,9 @@ def test_ranks_that_gather_other_units_are_told_so(diverged: dict[str, list[Any]
         assert seconds < 4 * TIMEOUT
 
 
-def test_ranks_that_all_want_to_write(diverged: dict[str, list[Any]]) -> None:
+def test_ranks_that_all_want_to_write(diverged: Ended) -> None:
     """`write_rank=rank` is passed instead of a number that all ranks agree on."""
-    for message, seconds in diverged["all write"]:
+    for message, seconds in diverged.values_of("all write"):
         assert message.startswith("RankMismatchError"), message
         for rank in range(2):  # a process may have had engines before, which are then told apart
             assert re.search(rf"from rank {rank}( of engine \d+ \(\w+\))? on rank {rank}", message), message

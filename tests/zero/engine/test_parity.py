@@ -57,7 +57,7 @@ def fp32_body(context: Context, repeated: bool) -> dict[str, Any]:
 
 @pytest.mark.parametrize("size", WORLDS)
 def test_fp32_equals_data_parallel(cluster: Clusters, size: int) -> None:
-    for per_rank in cluster(size).run(fp32_body, limit=120, repeated=size == 3):
+    for per_rank in cluster(size).run(fp32_body, limit=120, repeated=size in (2, 3)):
         for stage, found in per_rank.items():
             assert found["loss"] < 1e-5, (stage, found)
             assert found["norm"] < 1e-5, (stage, found)

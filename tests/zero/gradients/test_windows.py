@@ -111,7 +111,7 @@ STAGES: list[dict[str, Any]] = [
     {"stage": stage, "accumulate": accumulate, "precision": precision}
     | ({"loss_scale": 64.0} if precision == "fp16" else {})
     for stage, accumulate, precision in product((0, 1, 2, 3), ("sharded", "local"), ("fp32", "bf16", "fp16"))
-    if (stage != 1 or accumulate == "local") and (precision != "fp16" or stage in (0, 3))
+    if (stage != 1 or accumulate == "local") and (precision != "fp16" or stage != 1)
 ]
 FEW: list[dict[str, Any]] = [
     {**BF16},

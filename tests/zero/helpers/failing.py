@@ -7,12 +7,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 from torch import Tensor, nn
 
-from accelz.conformance.cluster import Cluster, Outcome
+from accelz.conformance.cluster import Cluster, Clusters, Outcome
 
 Ranks = Callable[[int], Cluster]
 TIMEOUT = 4.0  # seconds; a busy machine needs one or two to form the groups
+TOGETHER = 2  # jobs at a time, which must be able to form their groups in that
 
 
 class Reordered(nn.Module):
@@ -38,19 +40,38 @@ class Job:
     arguments: dict[str, Any] = field(default_factory=dict)
 
 
-def ended_jobs(device: str, jobs: dict[str, Job], together: bool) -> dict[str, list[Outcome]]:
-    """How jobs end, by name and rank. together: run them at the same time, so that they wait together for
-    what takes its time, such as a timeout; needs a device that several ranks may use."""
-    ranks = {name: Cluster(device, job.size) for name, job in jobs.items()}
+class Ended(dict[str, list[Outcome]]):
+    """How jobs have ended, by name and rank."""
+
+    def __missing__(self, name: str) -> list[Outcome]:
+        pytest.skip(f"{name}: more ranks than --max-ranks")
+
+    def values_of(self, name: str) -> list[Any]:
+        """What the ranks of a job have returned, which all must have."""
+        assert all(each.status == "returned" for each in self[name]), self[name]
+        return [each.value for each in self[name]]
+
+
+def ended_jobs(clusters: Clusters, jobs: dict[str, Job], together: bool) -> Ended:
+    """How those of the jobs end that may have so many ranks. together: run some at the same time, so that
+    they wait together for what takes its time, such as a timeout; needs a device that several ranks may
+    use."""
 
     def outcomes(name: str) -> list[Outcome]:
-        return ranks[name].outcomes(jobs[name].body, limit=40, **jobs[name].arguments)
+        ranks = Cluster(clusters.device, jobs[name].size)
+        try:
+            return ranks.outcomes(jobs[name].body, limit=40, **jobs[name].arguments)
+        finally:
+            ranks.stop()
 
+    few = [name for name, job in jobs.items() if _may_have(clusters, job.size)]
+    with ThreadPoolExecutor(TOGETHER if together else 1) as threads:
+        return Ended(zip(few, threads.map(outcomes, few), strict=True))
+
+
+def _may_have(clusters: Clusters, ranks: int) -> bool:
     try:
-        for each in ranks.values() if together else ():
-            each.start()
-        with ThreadPoolExecutor(len(jobs) if together else 1) as threads:
-            return dict(zip(jobs, threads.map(outcomes, jobs), strict=True))
-    finally:
-        for each in ranks.values():
-            each.stop()
+        clusters(ranks)
+    except pytest.skip.Exception:
+        return False
+    return True

@@ -34,12 +34,15 @@ def ways_body(context: Context, path: str) -> dict[str, Any]:
 def test_bits_do_not_depend_on_ranks_stages_and_tiers(cluster: Clusters, device: str, tmp_path: Path) -> None:
     (alone,) = cluster(1).run(ways_body, path=str(tmp_path))
     both = cluster(2).run(ways_body, path=str(tmp_path))
+    near = "stage 0", "stage 1"  # on a device too, its own kernels step them all
     for found in (alone, *both):
         wide, _ = found.pop("wide")
         for name, (losses, values) in found.items():
-            assert same(values, alone[name][1]) or device != "cpu", name
+            assert same(values, alone[name][1]) or (device != "cpu" and name not in near), name
             assert losses == pytest.approx(wide, rel=0.1) or name == "lion"
             check_beside(values)
+        for name in near:
+            assert same(found[name][1], found["stage 3"][1]), name
         narrow = "16 bits", "16 bits, on disk, compact"
         assert same(found[narrow[0]][1], found[narrow[1]][1]) or device != "cpu"
         for name in ways(str(tmp_path)).keys() - set(narrow):

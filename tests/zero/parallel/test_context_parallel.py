@@ -12,9 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor._ops.utils import expand_to_full_mesh_op_strategy, register_op_strategy
-from torch.distributed.tensor.experimental import context_parallel
-from torch.distributed.tensor.experimental._context_parallel import _attention as rings
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
@@ -24,6 +21,12 @@ from tests.zero.helpers.meshes import mesh_of
 from tests.zero.helpers.optimizers import sgd
 from tests.zero.helpers.training import relative_error, state_error
 from zero.parallel import tokens
+
+experimental = pytest.importorskip("torch.distributed.tensor.experimental", exc_type=ImportError)
+rings: Any = pytest.importorskip(
+    "torch.distributed.tensor.experimental._context_parallel._attention", exc_type=ImportError
+)
+strategies = pytest.importorskip("torch.distributed.tensor._ops.utils", exc_type=ImportError)
 
 STEPS, CLIP, KEYS = 3, 0.05, (4, 4)
 FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -39,7 +42,7 @@ def rings_of_the_host() -> Iterator[None]:
     torch 2.13 has the ring for any kernel with this signature, and registers it for kernels of GPUs alone.
     """
     for op, outputs, inputs in ((FORWARD, 2, 3), (BACKWARD, 3, 6)):
-        register_op_strategy(op)(partial(_along_sequence, outputs=outputs, inputs=inputs))
+        strategies.register_op_strategy(op)(partial(_along_sequence, outputs=outputs, inputs=inputs))
         rings.custom_ops[op] = _on_ring
     try:
         yield
@@ -51,7 +54,7 @@ def rings_of_the_host() -> Iterator[None]:
 def _along_sequence(schema: Any, outputs: int, inputs: int) -> Any:
     placements = [Shard(2)] * (outputs + inputs)
     mesh = schema.get_mesh_from_args(validate=False)
-    return expand_to_full_mesh_op_strategy(mesh, schema, [placements], input_index=outputs)
+    return strategies.expand_to_full_mesh_op_strategy(mesh, schema, [placements], input_index=outputs)
 
 
 def _on_ring(op: Any, args: Any, kwargs: Any) -> Any:
@@ -122,7 +125,9 @@ def body(context: Context) -> dict[str, float]:
             batch = batch_of(step, row)
             with (
                 rings_of_the_host(),
-                context_parallel(mesh["cp"], buffers=list(batch.values()), buffer_seq_dims=[1] * len(batch)),
+                experimental.context_parallel(
+                    mesh["cp"], buffers=list(batch.values()), buffer_seq_dims=[1] * len(batch)
+                ),
             ):
                 logits = model(batch["ids"], batch["places"])
                 assert logits.shape[1] == LENGTH // 2
