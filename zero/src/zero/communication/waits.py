@@ -39,6 +39,8 @@ class Wait:
     began: float
     published: bool = False
     told: bool = False
+    failure: bool = False
+    """That of another rank has been told."""
     explained: bool = False
 
     @property
@@ -139,10 +141,10 @@ class Waits:
             if seconds < self.patience / 4 or wait.explained:
                 continue
             try:
-                if failed := first_report(self._group, self._reports, self._name):
-                    self._tell(wait, seconds, failed)
-                    wait.told = wait.explained = True
-                elif seconds >= self.patience:
+                if not wait.failure and (failure := first_report(self._group, self._reports, self._name)):
+                    wait.failure = wait.told = True
+                    self._tell(wait, seconds, failure)
+                if seconds >= self.patience:
                     self._look_at(wait, seconds)
             except HostSilentError as error:
                 if not wait.told:
