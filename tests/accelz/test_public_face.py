@@ -30,6 +30,7 @@ PUBLIC = [
     "Group",
     "HOST",
     "Handle",
+    "HostRng",
     "Kernels",
     "Memory",
     "MemoryStats",

@@ -291,7 +291,7 @@ def memory_body(context: Context) -> tuple[int, int]:
 def test_memory_that_is_no_longer_needed_is_given_back(clusters: Clusters) -> None:
     (peak, after), _ = clusters(2).run(memory_body)
     assert peak > 16 * MIB
-    assert after < MIB
+    assert after < 2 * MIB  # what a rank has read late is kept a while
 
 
 def failing_growth_body(context: Context) -> str:

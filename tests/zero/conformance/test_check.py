@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from accelz import selection
 from tests.zero.helpers.commands import refused, run
 from zero import conformance
 
@@ -50,7 +51,8 @@ def test_the_exit_code_and_the_last_line_say_how_it_went() -> None:
     assert "no test for cpu matches 'such'" in refused(*options, "-k", "such")
 
 
-def test_a_device_that_is_not_there_is_refused() -> None:
+def test_a_device_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selection, "_selected", None)  # the command finds a process that has chosen none
     said = refused("check", "--device", "acme")
     assert said.startswith("error: no backend called 'acme' is installed. Installed: ")
 
