@@ -17,7 +17,8 @@ from tests.zero.helpers.meshes import mesh_of
 from tests.zero.helpers.tensor_parallel import HIDDEN, WIDTH, compared, parallel, whole
 from tests.zero.helpers.training import adamw, relative_error
 from tests.zero.helpers.whole_optimizers import Trust
-from zero.sharding.distributed import block_of, local_of
+from zero.optimizer.blocks import blocks_of
+from zero.sharding.distributed import block_of, divided_along, local_of
 
 STEPS, CLIP = 3, 0.05
 
@@ -147,6 +148,29 @@ def test_a_step_is_that_of_one_process(cluster: Clusters, tmp_path: Path) -> Non
             # Muon iterates in bf16, in which sums in another order are rounded to other values.
             assert errors["weights"] < (1e-5 if "muon" in what else 1e-6), (what, errors)
             assert max(errors.values()) < 1e-5, (what, errors)
+
+
+def windows_body(context: Context) -> int:
+    """Windows are those of the buffers that there are, however these were laid out. Returns how many groups
+    are stepped whole."""
+    mesh = mesh_of(("dp", 2), ("tp", 2))
+    model, groups = parallel(mesh["tp"]), 0
+    engine = zero.initialize(model, config=zero.Config(moments="8bit"), mesh=mesh, data_dims="dp")
+    divided = [p for p in model.parameters() if divided_along(p)]
+    rest = [p for p in model.parameters() if not divided_along(p)]
+    engine.attach([Trust(divided), torch.optim.AdamW(rest)])
+    communicator = engine._full_parameters.communicator
+    for group in (group for unit in engine._full_parameters.units for group in unit.groups):
+        if divided_along(group.parameters[0]):
+            found = blocks_of(communicator, group, {"tp"})
+            number, _ = found.sources[communicator.whole.rank]
+            assert found.layouts[number].slots == group.layout.slots
+            groups += 1
+    return groups
+
+
+def test_windows_are_those_of_the_buffers(cluster: Clusters) -> None:
+    assert cluster(4).run(windows_body, limit=30) == [3] * 4
 
 
 class Failing(Trust):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from zero.communication.communicator import Communicator
-from zero.communication.quantised import block_of
 from zero.files.boxes import Region, row_major
 from zero.optimizer.routes import Blocks
 from zero.sharding import layout
@@ -56,8 +55,7 @@ def blocks_of(communicator: Communicator, group: FlatGroup, across: Collection[s
 def _layout(group: FlatGroup, regions: Sequence[Region]) -> FlatLayout:
     """The layout of a group on a rank that has these blocks."""
     specs = [_spec(name, region.shape) for name, region in zip(group.names, regions, strict=True)]
-    block = block_of(group.gather_options.quant_dtype)
-    return layout.plan(specs, group.shards, group.dtype.itemsize, block)
+    return layout.plan(specs, group.shards, group.dtype.itemsize, group.layout.block)
 
 
 def _spec(name: str, shape: tuple[int, ...]) -> ParameterSpec:

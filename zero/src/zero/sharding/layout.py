@@ -54,12 +54,14 @@ class Piece:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """Slots of a group's parameters in a buffer of `numel` elements with padding, cut into `shards`."""
+    """Slots of a group's parameters in a buffer of `numel` elements with padding, cut into `shards`. block:
+    see `plan`."""
 
     specs: tuple[ParameterSpec, ...]
     slots: tuple[Slot, ...]
     numel: int
     shards: int
+    block: int
 
     @property
     def shard_numel(self) -> int:
@@ -100,7 +102,7 @@ def plan(specs: Sequence[ParameterSpec], shards: int, itemsize: int, block: int 
     for spec in specs:
         slots.append(Slot(offset, spec.shape, spec.stride, spec.numel))
         offset += _round_up(spec.numel, align)
-    return FlatLayout(tuple(specs), tuple(slots), _round_up(max(offset, 1), align * shards), shards)
+    return FlatLayout(tuple(specs), tuple(slots), _round_up(max(offset, 1), align * shards), shards, block)
 
 
 def _round_up(value: int, multiple: int) -> int:
