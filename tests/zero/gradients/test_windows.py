@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import re
 import tempfile
 from collections.abc import Sequence
 from contextlib import nullcontext
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
+from tests.zero.helpers.disks import broken
 from tests.zero.helpers.kept import different, kept_gradients, kept_values
 from tests.zero.helpers.models import LanguageModel, features, tokens
 from tests.zero.helpers.paths import Optionals
@@ -240,6 +244,39 @@ def test_backwards_add_to_gradients_that_were_changed(
     cluster: Clusters, size: int, every: list[dict[str, Any]]
 ) -> None:
     assert max(cluster(size).run(changed_body, every=every)) < 1e-6
+
+
+def broken_disk_body(context: Context, path: str) -> list[str]:
+    """What is told where rank 1 cannot read what is kept for another backward, and where that one cannot
+    write it."""
+    model, told = Late(), []
+    offload = zero.Offload(gradients="disk", path=path)
+    config = zero.Config(stage=2, timeout=5, gradient_accumulation_steps=None, offload=offload)
+    engine = zero.initialize(model, adamw(model), config)
+
+    def backward(number: int) -> Bits:
+        model(None, features(number, context.rank, model), number).backward()
+        return kept_gradients(engine)
+
+    expected = backward(1)
+    for call in ("preadv", "pwritev"):
+        if call == "preadv":
+            engine.zero_grad()
+        mine = context.rank == 1
+        with broken(call, errno.EIO, mine=mine), pytest.raises(zero.OffloadError) as failed:
+            backward(1)
+        told.append(str(failed.value))
+        engine.zero_grad()
+        assert not different(expected, backward(1))
+    return told
+
+
+def test_gradients_that_one_rank_cannot_keep_on_disk_are_told_to_all(
+    cluster: Clusters, tmp_path: Path
+) -> None:
+    for read, written in cluster(2).run(broken_disk_body, path=str(tmp_path), limit=60):
+        assert re.match("rank 1: .* bytes of state could not be read from the disk", read)
+        assert re.match("rank 1: .* bytes of state could not be written to the disk", written)
 
 
 def bytes_body(context: Context, count: int | None) -> tuple[dict[str, int], int]:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import errno
 import gc
-import itertools
-import os
 import re
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +18,7 @@ import zero
 from accelz import Accelerator
 from accelz.conformance.cluster import Clusters, Context
 from tests.simulated import capacity
+from tests.zero.helpers.disks import broken
 from tests.zero.helpers.layers import BATCH, LAYERS, WIDTH, one_step
 from tests.zero.helpers.training import collected
 from zero.memory.oom_retry import OomRetry
@@ -157,24 +155,6 @@ def test_a_repeated_operation_draws_the_same_numbers(cluster: Clusters) -> None:
 # -- disks ---------------------------------------------------------------------------------------------
 
 EVERYTHING = {"optimizer": "disk", "params": "disk", "gradients": "disk"}
-
-
-@contextmanager
-def broken(call: str, code: int, after: int = 0, mine: bool = True) -> Iterator[None]:
-    """`os.call` fails on this rank if it is `mine`, `after` more of them."""
-    sound, count = getattr(os, call), itertools.count()
-
-    def fail(*arguments: Any) -> Any:
-        if next(count) >= after:
-            raise OSError(code, os.strerror(code))
-        return sound(*arguments)
-
-    if mine:
-        setattr(os, call, fail)
-    try:
-        yield
-    finally:
-        setattr(os, call, sound)
 
 
 def disk_engine(path: str, **tiers: Any) -> zero.Engine:

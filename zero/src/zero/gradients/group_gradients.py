@@ -18,7 +18,7 @@ from zero.sharding.flat_group import FlatGroup
 from zero.sharding.sharded_unit import ShardedUnit
 from zero.tiers.room import allocate
 from zero.tiers.stores import Stores
-from zero.tiers.values import at_least_fp32
+from zero.tiers.values import Values, at_least_fp32
 
 T = TypeVar("T")
 
@@ -269,7 +269,7 @@ class GroupGradients:
         if self._slice_before is None and (slice_ := self.slice.find()) is not None:
             near = self.group.placement.gradients.near
             room = self._accelerator.device if near else HOST
-            self._slice_before = self.allocate(self.slice_bytes, lambda: slice_.to(room).clone())
+            self._slice_before = self.allocate(self.slice_bytes, lambda: _copy(slice_, room))
 
     def drop_kept(self) -> None:
         """Keep nothing from before reductions: what further backwards leave is added to the slice. Called
@@ -295,11 +295,11 @@ class GroupGradients:
         return self.group.layout.shard_numel * dtype.itemsize
 
     def begin_backward(self, last: bool) -> None:
-        """last: as in `GradientReducer.begin_backward`."""
-        self._put_back()
+        """last: as in `GradientReducer.begin_backward`. If a disk fails, only the slice is missing."""
         self._forget_progress()
         self._adds = self._begun or not last  # the same on all ranks, also where no gradient came
         self._begun = True
+        self._put_back()
 
     def _put_back(self) -> None:
         """Make the latest reduction undone, to be made anew with the gradients that are about to come."""
@@ -310,8 +310,8 @@ class GroupGradients:
             self.whole, self._unreduced = self._unreduced, None
             self.filled = self._in_unreduced
         if self._slice_before is not None:
-            self.slice.add(self._slice_before)
-            self._slice_before = None
+            slice_, self._slice_before = self._slice_before, None
+            self.slice.add(slice_)
 
     def _drop_slice(self) -> None:
         self.slice.clear()
@@ -377,6 +377,11 @@ class GroupGradients:
         layout = self.group.layout
         data = torch.empty(layout.numel, dtype=dtype, device=self._accelerator.device)
         return FlatBuffer(data, (), layout.slots)
+
+
+def _copy(values: Values, device: torch.device) -> Tensor:
+    """What is on disk is a copy once it is read."""
+    return values.to(device, copy=True) if isinstance(values, Tensor) else values.to(device)
 
 
 def _window(slot: Slot) -> slice:

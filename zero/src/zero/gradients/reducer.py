@@ -104,7 +104,8 @@ class GradientReducer:
         self._next = 0
         self._observed.clear()
         for gradients in self.all:
-            gradients.begin_backward(last)
+            with self._communicator.postponing_disk_errors():
+                gradients.begin_backward(last)
 
     def receive(self, gradients: GroupGradients, index: int, gradient: Tensor, more: bool = False) -> bool:
         """Take one parameter's gradient, which autograd has accumulated.
@@ -170,7 +171,8 @@ class GradientReducer:
         late = self._used_and_late()
         if late and last:
             for gradients in late:
-                gradients.keep_late()
+                with self._communicator.postponing_disk_errors():
+                    gradients.keep_late()
             self._reduce_all(late)
             self._communicator.agree()
 
