@@ -82,6 +82,7 @@ def trained(
 
 HOST = zero.Offload(optimizer="host", gradients="host")
 DISK = zero.Offload(optimizer="disk", params="disk", path=tempfile.gettempdir())
+IN_PARTS = zero.Offload(optimizer="host", sub_group_size=64)
 STREAMED = zero.Offload(optimizer="host", step="device")
 RUNS: dict[str, tuple[Make, dict[str, Any]]] = {
     "stage 0": (adamw, {"stage": 0}),
@@ -100,6 +101,8 @@ RUNS: dict[str, tuple[Make, dict[str, Any]]] = {
     "two optimizers": (two, {"precision": "bf16"}),
     "two of which one steps whole parameters": (muon_and_adamw, {}),
     "two, on tiers": (two, {"precision": "bf16", "offload": HOST, "stage": 2}),
+    "SGD, on disk": (sgd, {"offload": DISK}),
+    "whole parameters, in several records": (adafactor, {"offload": IN_PARTS}),
     "two, on disk": (two, {"precision": "bf16", "offload": DISK}),
 }
 

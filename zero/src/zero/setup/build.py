@@ -38,7 +38,7 @@ from zero.optimizer.joint import joint, members
 from zero.optimizer.routes import share_out
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
 from zero.optimizer.state_offload import StateOffload
-from zero.optimizer.stepping import GroupStepping, Stepping, steppings, ways_of
+from zero.optimizer.stepping import GroupStepping, Stepping, of_unknown, steppings, ways_of
 from zero.optimizer.taken_over import let_go, take_over
 from zero.setup.no_sync import offer_no_sync
 from zero.setup.regroup import regrouped
@@ -96,10 +96,10 @@ def build_engine(model: nn.Module, sharded: Sharded, stepper: Stepper) -> Engine
 def _attach(engine: Engine, sharded: Sharded, optimizer: Optimizer | Sequence[Optimizer]) -> None:
     """Give an engine an optimizer, by making its parts anew; collective.
 
-    Its units, too, if there is an optimizer, whose records they have, or if the new one steps parameters of
-    one group in different ways. Raises, before anything is changed, UsageError, OptimizerError, ConfigError,
-    RankMismatchError if ranks have different optimizers, and OffloadError. After OutOfMemoryError or
-    CommunicationError, the model must be built anew.
+    Its units, too, if there is an optimizer, whose records they have, or if the new one steps any parameters
+    in another way than groups were made for without one. Raises, before anything is changed, UsageError,
+    OptimizerError, ConfigError, RankMismatchError if ranks have different optimizers, and OffloadError. After
+    OutOfMemoryError or CommunicationError, the model must be built anew.
     """
     optimizer, model, config = joint(optimizer), engine.module, sharded.config
     before = members(engine.optimizer)
@@ -113,7 +113,8 @@ def _attach(engine: Engine, sharded: Sharded, optimizer: Optimizer | Sequence[Op
     ways = steppings(optimizer, config)
     check_blocks(model, optimizer, config, sharded.communicator.grid.told)
     _check_same(sharded, optimizer, param_group_of)
-    if before or any(len(ways_of(group.parameters, ways)) > 1 for group in sharded.trainable):
+    drafted = {of_unknown({}, config)}
+    if before or any(ways_of(group.parameters, ways) - drafted for group in sharded.trainable):
         stores = Stores(sharded.stores.accelerator, config.offload, sharded.stores.transfers)
         units = regrouped(model, optimizer, config, stores, engine._full_parameters)
         sharded = replace(sharded, stores=stores, units=units)

@@ -1,4 +1,4 @@
-"""Units built anew, for an optimizer that steps parameters of one group in different ways."""
+"""Units built anew, for an optimizer that steps parameters in another way than their groups were made for."""
 
 from __future__ import annotations
 
