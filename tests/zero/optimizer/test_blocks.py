@@ -18,6 +18,7 @@ from tests.zero.helpers.tensor_parallel import HIDDEN, WIDTH, compared, parallel
 from tests.zero.helpers.training import adamw, relative_error
 from tests.zero.helpers.whole_optimizers import Trust
 from zero.optimizer.blocks import blocks_of
+from zero.planning.plan import Plan
 from zero.sharding.distributed import block_of, divided_along, local_of
 
 STEPS, CLIP = 3, 0.05
@@ -108,23 +109,42 @@ def parity_body(context: Context, path: str) -> dict[str, dict[str, float]]:
         weights = {n: p.detach() for n, p in reference.named_parameters()}
         for settings in cases:
             engine, model, losses = trained(mesh, name, **settings)
+            check_traffic(engine, name, mesh, **settings)
             found[f"{name}, {settings}"] = {
                 "losses": relative_error(losses, [each[row] for each in told]),
                 "weights": compared(engine, model, weights),
                 "state": error_of_state(engine, model, reference, optimizers),
             }
-        model = parallel(mesh["tp"])
-        config = zero.Config(clip_norm=CLIP, **settings)
-        plan = zero.plan(model, OPTIMIZERS[name](model), config, mesh=mesh, data_dims="dp")
-        assert plan.traffic.collectives["all_to_all"] == engine.traffic.bytes["all_to_all"] > 0
         engine.save_checkpoint(f"{path}/{name}")
-        engine, model, _ = trained(mesh_of(("dp", 1), ("tp", 4)), name, steps=0)
+        alone = mesh_of(("dp", 1), ("tp", 4))
+        engine, model, _ = trained(alone, name, steps=0)
         engine.load_checkpoint(f"{path}/{name}")
         found[f"{name}, loaded on (dp 1, tp 4)"] = {
             "weights": compared(engine, model, weights),
             "state": error_of_state(engine, model, reference, optimizers),
         }
+        check_traffic_of_blocks_alone(name, alone)
     return found
+
+
+def planned(name: str, mesh: Any, **settings: Any) -> tuple[Plan, list[Optimizer]]:
+    model, config = parallel(mesh["tp"]), zero.Config(clip_norm=CLIP, **settings)
+    optimizers = OPTIMIZERS[name](model)
+    return zero.plan(model, optimizers, config, mesh=mesh, data_dims="dp"), optimizers
+
+
+def check_traffic(engine: zero.Engine, name: str, mesh: Any, **settings: Any) -> None:
+    plan, _ = planned(name, mesh, **settings)
+    assert plan.traffic.collectives["all_to_all"] == engine.traffic.bytes["all_to_all"] > 0
+
+
+def check_traffic_of_blocks_alone(name: str, mesh: Any) -> None:
+    """Where ranks have blocks and no slices, nothing but these is exchanged."""
+    plan, optimizers = planned(name, mesh)
+    stepped = optimizers[0].param_groups[0]["params"]
+    nbytes = sum(3 * 4 * p.numel() for p in stepped if divided_along(p))  # gradients, there and back again
+    assert plan.traffic.collectives == {"all_to_all": nbytes}
+    assert plan.traffic.link == nbytes // mesh.size() * (mesh.size() - 1) // mesh.size()
 
 
 def alone_body(context: Context, path: str, name: str) -> dict[str, float]:

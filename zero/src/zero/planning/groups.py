@@ -14,7 +14,7 @@ from zero.communication.quantised import Quantised
 from zero.config.training import Config
 from zero.drafts.unit_drafts import GroupDraft, UnitDraft
 from zero.gradients.group_gradients import GradientPolicy
-from zero.sharding.distributed import local_of
+from zero.sharding.distributed import blocks_of, local_of
 from zero.sharding.forms import as_parameter, inner_leaves
 from zero.sharding.gather_format import EXACT, GatherFormat
 from zero.sharding.units import PERSISTENT, ROOT
@@ -34,12 +34,13 @@ class Stepped:
     where the group's records are.
 
     numel: elements that this rank steps. state: values that its optimizer keeps for them. of_all: elements
-    that all ranks step.
+    that all ranks step. ranks: those that exchange slices, and blocks, of them.
     """
 
     numel: int
     state: int
     of_all: int
+    ranks: int
 
 
 @dataclass(frozen=True)
@@ -296,7 +297,8 @@ class UnitPlanner:
         mine = [p for p, rank in zip(parameters, draft.stepped_by, strict=True) if rank == busiest]
         state = sum(math.ceil(_stepped_numel(draft, p) * self._moments[p]) for p in mine)
         each, every = ([_stepped_numel(draft, p) for p in some] for some in (mine, parameters))
-        return Stepped(sum(each), state, sum(every))
+        blocks = blocks_of(parameters[0]) if draft.kind.stepping.across else 1
+        return Stepped(sum(each), state, sum(every), self._shards(draft) * blocks)
 
 
 def _stepped_numel(draft: GroupDraft, parameter: nn.Parameter) -> int:

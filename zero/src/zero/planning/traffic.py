@@ -59,9 +59,9 @@ def plan_traffic(
     for unit in units:
         gathers = micro_batches * (2 if unit.reached and unit.name not in kept else 1)
         for group in unit.groups:
-            for kind, nbytes in _collectives(group, reductions, gathers):
+            for kind, nbytes, ranks in _collectives(group, reductions, gathers):
                 collectives[kind] = collectives.get(kind, 0) + nbytes
-                inside += nbytes * _passes(kind, group.ranks) * (group.ranks - 1) / group.ranks
+                inside += nbytes * _passes(kind, ranks) * (ranks - 1) / ranks
             between += _between_replicas(group, reductions, policy.fixed_tiers) if replicas > 1 else 0
             moved += _of_parameters(group, gathers)
             moved += _of_gradients(group, reductions)
@@ -90,21 +90,23 @@ def _kept_between(units: Sequence[PlannedUnit], prefetch: int) -> set[str]:
     return {name for name, over in ends.items() if name in uses[over : over + 1 + prefetch]}
 
 
-def _collectives(group: PlannedGroup, reductions: int, gathers: int) -> Iterator[tuple[str, int]]:
+def _collectives(group: PlannedGroup, reductions: int, gathers: int) -> Iterator[tuple[str, int, int]]:
+    """The kind of each, its bytes, and the number of ranks in it."""
+    if group.whole is not None:  # gradients, masters, and these again as they are then
+        nbytes = group.whole.of_all * (group.slice.itemsize + 2 * group.wide.itemsize)
+        yield "all_to_all", nbytes, group.whole.ranks
     if group.ranks == 1:
         return
     if not group.sharded:
         if group.trainable:
-            yield "all_reduce", reductions * group.sent_bytes
+            yield "all_reduce", reductions * group.sent_bytes, group.ranks
         return
     if group.trainable:
-        yield "reduce_scatter", reductions * group.sent_bytes
-    if group.whole is not None:  # gradients, masters, and these again as they are then
-        yield "all_to_all", group.whole.of_all * (group.slice.itemsize + 2 * group.wide.itemsize)
+        yield "reduce_scatter", reductions * group.sent_bytes, group.ranks
     if not group.resident:
-        yield "all_gather", gathers * group.travel_bytes
+        yield "all_gather", gathers * group.travel_bytes, group.ranks
     elif group.trainable:
-        yield "all_gather", group.own_bytes  # after the step
+        yield "all_gather", group.own_bytes, group.ranks  # after the step
 
 
 def _between_replicas(group: PlannedGroup, reductions: int, settled: bool) -> int:
