@@ -81,3 +81,9 @@ def test_trainers(on_sim: Cluster, plain: Any, tmp_path: Path, name: str, stage:
     assert_same_log(found["log"], wanted["log"], 1e-5 if name in ("dpo", "grpo") else 1e-6)
     values = {"weights", "saved", "sent"} & wanted.keys()
     assert max(furthest(found[key], wanted[key]) for key in values) < 1e-6
+
+
+def test_every_trainer_of_a_process_uses_the_device_unless_another_is_named(on_sim: Cluster) -> None:
+    """On one rank, where arguments that ask for the host choose it whatever the environment names."""
+    for kinds in on_sim.run(trainer_runs.devices_of_arguments):
+        assert kinds == ["sim", "sim", "cpu"]

@@ -18,6 +18,7 @@ from transformers import LlamaForCausalLM, TrainerCallback, TrainingArguments, t
 from accelz.conformance.cluster import Context
 from tests.frameworks.jobs import begin_job, language_model, on_host, token_rows
 from zero import Config, ZeroError, gathered
+from zero.integrations.accelerate import use_extension
 from zero.integrations.transformers import Trainer, TrainerMixin
 
 
@@ -25,6 +26,7 @@ class Seq2Seq(TrainerMixin, transformers.Seq2SeqTrainer):
     """As in the guide."""
 
 
+LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 TIMES = ("runtime", "samples_per_second", "steps_per_second", "total_flos", "preparation_time")
 
 
@@ -125,6 +127,25 @@ def trained(
         "weights": weights(trainer),
         "predicted": {"logits": predicted.predictions},
     }
+
+
+def devices_of_arguments(context: Context) -> list[str]:
+    """What Trainers without a launcher use: the first, the second, and one where another device is named."""
+    begin_job(context)
+    found, told = [], "ACCELERATE_TORCH_DEVICE"
+    alone = {name: value for name, value in os.environ.items() if name not in (*LAUNCHED, told)}
+    with mock.patch.dict(os.environ, alone, clear=True):
+        for _ in range(2):
+            found.append(device_of_arguments())
+        os.environ[told] = "cpu"
+        found.append(device_of_arguments())
+    return found
+
+
+def device_of_arguments() -> str:
+    arguments = TrainingArguments(use_cpu=True)
+    use_extension(arguments)
+    return arguments.device.type
 
 
 def resumed(context: Context, stage: int, directory: str, settings: dict[str, Any]) -> dict[str, Any]:

@@ -38,10 +38,9 @@ ENGINE = "_zero_engine"  # an attribute of models and optimizers: an engine live
 _OTHERS = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA")
 
 
-def _is_untold_extension() -> bool:
-    """Whether the chosen device is a vendor's extension of torch, of which Accelerate has not been told."""
-    kind = accelz.current().device.type
-    return kind == torch._C._get_privateuse1_backend_name() and DEVICE not in os.environ
+def _is_extension() -> bool:
+    """Whether the chosen device is a vendor's extension of torch."""
+    return accelz.current().device.type == torch._C._get_privateuse1_backend_name()
 
 
 def _with_extension(options: dict[str, Any]) -> dict[str, Any]:
@@ -51,7 +50,7 @@ def _with_extension(options: dict[str, Any]) -> dict[str, Any]:
     which the first Accelerator of a process heeds. It gets no number: the engine makes each rank's device the
     current one.
     """
-    if not _is_untold_extension():
+    if DEVICE in os.environ or not _is_extension():
         return options
     os.environ[DEVICE] = accelz.current().device.type
     return {accelz.HOST.type: True} | options
@@ -61,11 +60,13 @@ def use_extension(arguments: Any) -> None:
     """The same for TrainingArguments, which have chosen a device already, before a Trainer looks at it.
 
     It gets a number: a Trainer moves the model before there is an engine. The choice is kept in Accelerate's
-    state and in the cache of the property that made it.
+    state and in the cache of the property that made it, anew for each TrainingArguments. A variable that
+    names another kind of device is left to the user.
     """
-    if not _is_untold_extension():
-        return
     accelerator = accelz.current()
+    told = os.environ.get(DEVICE, accelerator.device.type).partition(":")[0]
+    if told != accelerator.device.type or not _is_extension():
+        return
     accelerator.bind(arguments.local_process_index)
     os.environ[DEVICE] = str(accelerator.device)
     arguments.distributed_state.device = vars(arguments)["_setup_devices"] = accelerator.device
