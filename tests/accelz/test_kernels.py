@@ -106,6 +106,25 @@ def test_quantising_says_what_does_not_fit(kernels: Kernels) -> None:
         kernels.quantise(codes, scales, source, 128)
 
 
+@pytest.mark.parametrize(
+    ("moments", "scales", "got"),
+    [
+        (torch.uint8, [torch.zeros(2), torch.zeros(2, dtype=torch.bfloat16)], r"\(2, torch\.bfloat16\)\]"),
+        (torch.uint8, [torch.zeros(2), torch.zeros(1)], r"scales \[\(2, .*\), \(1, torch\.float32\)\]"),
+        (torch.uint8, [], r"scales \[\]"),
+        (torch.float32, [torch.zeros(2), torch.zeros(2)], r"moments in \[torch\.float32, torch\.float32\]"),
+    ],
+)
+def test_steps_say_which_scales_do_not_fit(
+    moments: torch.dtype, scales: list[torch.Tensor], got: str
+) -> None:
+    state = _state() | {name: torch.zeros(N, dtype=moments) for name in AdamWUpdate.moment_names}
+    given: dict[str, Any] = {"grad": torch.zeros(N), "step": torch.ones(()), "lr": 1.0, "weight_decay": 0.0}
+    given |= {"beta1": 0.9, "beta2": 0.9, "eps": 1e-8}
+    with pytest.raises(ValueError, match=r"each with 2 scales in torch\.float32.*got.*" + got):
+        AdamWUpdate(**state, **given, scales=tuple(scales))
+
+
 def test_scale_cast_leaves_an_fp32_source_alone(kernels: Kernels) -> None:
     source = torch.ones(N)
     output = torch.empty(N)

@@ -33,7 +33,7 @@ class Update(ABC):
     stochastic: round moments in bf16 up or down at random, each with the probability that keeps the mean
     (Gupta et al., 2015, arXiv:1502.02551), by `noise_of`; else to the nearest, ties to even.
     scales: for moments in 8 bits one tensor each, (ceil(n / 256),) fp32, updated with their codes.
-    Raises ValueError for codes without scales that fit them.
+    Raises ValueError for codes without scales that fit them, and for scales without codes.
     """
 
     kernel: ClassVar[str]
@@ -59,15 +59,16 @@ class Update(ABC):
     scales: tuple[Tensor, ...] = ()
 
     def __post_init__(self) -> None:
-        coded = [moment for moment in self.moments if moment.dtype is torch.uint8]
-        if coded or self.scales:
-            wanted = [-(-self.master.numel() // BLOCK)] * len(self.moments)
-            if len(coded) != len(wanted) or [scale.numel() for scale in self.scales] != wanted:
-                raise ValueError(
-                    f"expected moments that are all uint8, each with {wanted[:1]} scales in `scales`, one "
-                    f"for {BLOCK} elements; got {[m.dtype for m in self.moments]} and "
-                    f"{[scale.numel() for scale in self.scales]}"
-                )
+        if not self.scales and all(moment.dtype is not torch.uint8 for moment in self.moments):
+            return
+        blocks = -(-self.master.numel() // BLOCK)
+        moments = [moment.dtype for moment in self.moments]
+        scales = [(scale.numel(), scale.dtype) for scale in self.scales]
+        if moments != [torch.uint8] * len(moments) or scales != [(blocks, torch.float32)] * len(moments):
+            raise ValueError(
+                f"expected moments that are all torch.uint8, each with {blocks} scales in torch.float32 in "
+                f"`scales`, one for {BLOCK} elements; got moments in {moments}, and scales {scales}"
+            )
 
     @property
     def decay(self) -> float:
