@@ -124,6 +124,7 @@ def parity_body(context: Context, path: str) -> dict[str, dict[str, float]]:
             "state": error_of_state(engine, model, reference, optimizers),
         }
         check_traffic_of_blocks_alone(name, alone)
+        check_room(name, alone)
     return found
 
 
@@ -191,6 +192,14 @@ def windows_body(context: Context) -> int:
 
 def test_windows_are_those_of_the_buffers(cluster: Clusters) -> None:
     assert cluster(4).run(windows_body, limit=30) == [3] * 4
+
+
+def check_room(name: str, mesh: Any) -> None:
+    """Blocks never come as they are stepped: there is room for all that a rank steps of a group, in fp32."""
+    plan, _ = planned(name, mesh, precision="bf16")
+    groups = [(g.shard_numel, g.whole.numel) for unit in plan.units for g in unit.groups if g.whole]
+    room = 4 * sum(map(max, zip(*groups, strict=True)))
+    assert plan.memory.peaks["step"].optimizer == plan.memory.rest["device"].optimizer + room
 
 
 class Failing(Trust):

@@ -34,13 +34,15 @@ class Stepped:
     where the group's records are.
 
     numel: elements that this rank steps. state: values that its optimizer keeps for them. of_all: elements
-    that all ranks step. ranks: those that exchange slices, and blocks, of them.
+    that all ranks step. ranks: those that exchange slices, and blocks, of them. joins_blocks: whether these
+    are put together from blocks.
     """
 
     numel: int
     state: int
     of_all: int
     ranks: int
+    joins_blocks: bool
 
 
 @dataclass(frozen=True)
@@ -297,8 +299,9 @@ class UnitPlanner:
         mine = [p for p, rank in zip(parameters, draft.stepped_by, strict=True) if rank == busiest]
         state = sum(math.ceil(_stepped_numel(draft, p) * self._moments[p]) for p in mine)
         each, every = ([_stepped_numel(draft, p) for p in some] for some in (mine, parameters))
-        blocks = blocks_of(parameters[0]) if draft.kind.stepping.across else 1
-        return Stepped(sum(each), state, sum(every), self._shards(draft) * blocks)
+        joins = bool(draft.kind.stepping.across)
+        ranks = self._shards(draft) * (blocks_of(parameters[0]) if joins else 1)
+        return Stepped(sum(each), state, sum(every), ranks, joins)
 
 
 def _stepped_numel(draft: GroupDraft, parameter: nn.Parameter) -> int:

@@ -285,12 +285,13 @@ def _stepped_with(group: PlannedGroup, numel: int, scaled: bool) -> int:
 
 def _exchanged(groups: Sequence[PlannedGroup], scaled: bool) -> int:
     """Bytes of the room in which groups are exchanged, one after another: for the part of a slice that others
-    step; and for what comes, unless it comes where it is stepped, and as it is."""
+    step; and for what comes, unless it comes where it is stepped, and as it is, which blocks never do."""
     parts = arrived = 0
     for group in groups:
         if group.whole is not None:
             wide, near = group.wide.itemsize, all(tier.near for _, tier in group.placement.optimizer)
             narrow = group.slice.itemsize if scaled or group.slice is not group.wide else 0
+            direct = near and not group.whole.joins_blocks
             parts = max(parts, wide * group.shard_numel)
-            arrived = max(arrived, group.whole.numel * (narrow if near else wide))
+            arrived = max(arrived, group.whole.numel * (narrow if direct else wide))
     return parts + arrived
