@@ -50,6 +50,11 @@ class ParameterExchange:
         """Room for the parameters that this rank steps, one after another."""
         return self._room(1, routes.numel, dtype)
 
+    def _whole_and_scratch(self, routes: Routes, dtype: torch.dtype) -> list[Tensor]:
+        """The same room, and after it that for the largest block that goes in several stretches."""
+        sizes = [routes.numel, routes.scattered]
+        return list(self._room(1, sum(sizes), dtype).split(sizes))
+
     def cut(self, routes: Routes, slice_: Values, parts: Tensor) -> None:
         """Fill `parts` from this rank's slice, (shard_numel,), of any tier."""
         if not parts.numel():
@@ -69,11 +74,12 @@ class ParameterExchange:
         ).wait()
 
     def take_apart(self, unit: str, ranks: Group, routes: Routes, whole: Tensor, slice_: Tensor) -> None:
-        """Collective. The reverse of `cut` and `assemble`, into this rank's `slice_`."""
+        """Collective. The reverse of `cut` and `assemble`, into this rank's `slice_`. Allocates nothing on
+        the device: a rank that could not would keep the others waiting."""
         parts, near = self.parts(routes, whole.dtype), whole
         if routes.joins_blocks:
-            near = self.whole(routes, whole.dtype)
-            divide(whole, routes, near)
+            near, scratch = self._whole_and_scratch(routes, whole.dtype)
+            divide(whole, routes, near, scratch)
         elif whole.device != self._device:
             near = self.whole(routes, whole.dtype).copy_(whole)
         self._communicator.all_to_all(
@@ -99,15 +105,17 @@ def join(blocks: Tensor, routes: Routes, whole: Tensor) -> None:
             _parameter(whole, routes, arrival)[there] = block[here].to(whole.device, whole.dtype)
 
 
-def divide(whole: Tensor, routes: Routes, blocks: Tensor) -> None:
-    """The reverse of `join`."""
+def divide(whole: Tensor, routes: Routes, blocks: Tensor, scratch: Tensor) -> None:
+    """The reverse of `join`. scratch: for blocks that go in several stretches, (routes.scattered,)."""
     for arrival in routes.arrivals:
-        block = blocks.new_empty(arrival.region.shape)
+        stretches = arrival.stretches
+        block = blocks[stretches[0]] if len(stretches) == 1 else scratch[: arrival.numel]
         for there, here in _boxes(arrival):
-            block[here] = _parameter(whole, routes, arrival)[there].to(blocks.device)
-        lengths = [stretch.stop - stretch.start for stretch in arrival.stretches]
-        for stretch, part in zip(arrival.stretches, block.view(-1).split(lengths), strict=True):
-            blocks[stretch].copy_(part)
+            block.view(arrival.region.shape)[here].copy_(_parameter(whole, routes, arrival)[there])
+        if len(stretches) > 1:
+            lengths = [stretch.stop - stretch.start for stretch in stretches]
+            for stretch, part in zip(stretches, block.split(lengths), strict=True):
+                blocks[stretch].copy_(part)
 
 
 def _parameter(whole: Tensor, routes: Routes, arrival: Arrival) -> Tensor:

@@ -47,6 +47,10 @@ class Arrival:
     region: Region
     stretches: tuple[slice, ...]
 
+    @property
+    def numel(self) -> int:
+        return sum(stretch.stop - stretch.start for stretch in self.stretches)
+
 
 @dataclass(frozen=True)
 class Routes:
@@ -74,6 +78,11 @@ class Routes:
     def numel(self) -> int:
         """Elements of the parameters that this rank steps."""
         return sum(self.taken)
+
+    @property
+    def scattered(self) -> int:
+        """Elements of the largest block that arrives in several stretches."""
+        return max((each.numel for each in self.arrivals if len(each.stretches) > 1), default=0)
 
 
 def share_out(sizes: Iterable[tuple[K, int, int]]) -> dict[K, int]:

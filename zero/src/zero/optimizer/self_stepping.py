@@ -94,10 +94,10 @@ class SelfStepping:
         """The most bytes that stepping these records on the device takes: what stays until all are stepped,
         and the room that they share for exchanges."""
         each = {stepped: stepped.record.master.element_size() for stepped in subs}
-        routed = [stepped for stepped in subs if stepped.routes is not None]
+        routed = [(stepped, stepped.routes) for stepped in subs if stepped.routes is not None]
         stays = sum(each[stepped] * stepped.numel * (1 if stepped.routes is None else 2) for stepped in subs)
-        parts = max((each[stepped] * stepped.sub.numel for stepped in routed), default=0)
-        wholes = max((each[stepped] * stepped.numel for stepped in routed), default=0)
+        parts = max((each[stepped] * stepped.sub.numel for stepped, _ in routed), default=0)
+        wholes = max((each[stepped] * (r.numel + r.scattered) for stepped, r in routed), default=0)
         return stays + parts + wholes
 
     def _make_room(self, turns: Sequence[Turn], scale: Tensor | None) -> None:
@@ -129,9 +129,10 @@ class SelfStepping:
     def _way_back(self, stepped: SteppedSubGroup) -> tuple[int, int]:
         """Bytes of the room in which stepped parameters go back."""
         assert stepped.routes is not None
-        whole, numel = self._whole[stepped], sum(stepped.routes.given)
+        whole, routes = self._whole[stepped], stepped.routes
         near = 0 if stepped.joins_blocks else self._on_device(whole)
-        return whole.element_size() * numel, whole.nbytes - near
+        each = whole.element_size()
+        return each * sum(routes.given), whole.nbytes - near + each * routes.scattered
 
     def _is_direct(
         self, stepped: SteppedSubGroup, values: Values, target: Tensor, scale: Tensor | None

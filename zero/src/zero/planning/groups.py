@@ -35,7 +35,8 @@ class Stepped:
 
     numel: elements that this rank steps. state: values that its optimizer keeps for them. of_all: elements
     that all ranks step. ranks: those that exchange slices, and blocks, of them. joins_blocks: whether these
-    are put together from blocks.
+    are put together from blocks. scattered: elements of the largest block, if it may go back to several
+    slices.
     """
 
     numel: int
@@ -43,6 +44,7 @@ class Stepped:
     of_all: int
     ranks: int
     joins_blocks: bool
+    scattered: int
 
 
 @dataclass(frozen=True)
@@ -301,7 +303,9 @@ class UnitPlanner:
         each, every = ([_stepped_numel(draft, p) for p in some] for some in (mine, parameters))
         joins = bool(draft.kind.stepping.across)
         ranks = self._shards(draft) * (blocks_of(parameters[0]) if joins else 1)
-        return Stepped(sum(each), state, sum(every), ranks, joins)
+        several = joins and self._shards(draft) > 1
+        scattered = max((local_of(p).numel() for p in mine), default=0) if several else 0
+        return Stepped(sum(each), state, sum(every), ranks, joins, scattered)
 
 
 def _stepped_numel(draft: GroupDraft, parameter: nn.Parameter) -> int:

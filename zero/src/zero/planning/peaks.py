@@ -293,5 +293,6 @@ def _exchanged(groups: Sequence[PlannedGroup], scaled: bool) -> int:
             narrow = group.slice.itemsize if scaled or group.slice is not group.wide else 0
             direct = near and not group.whole.joins_blocks
             parts = max(parts, wide * group.shard_numel)
-            arrived = max(arrived, group.whole.numel * (narrow if direct else wide))
+            whole = group.whole.numel * (narrow if direct else wide)
+            arrived = max(arrived, whole + wide * group.whole.scattered)
     return parts + arrived
