@@ -31,7 +31,7 @@ IN_A_STEP = 2  # values per element of a parameter that is stepped whole: the pa
 class Stepped:
     """Parameters of a group that are stepped whole. Each has one rank that keeps its optimizer state and
     steps it. Ranks are given different amounts; these are the amounts of the rank with most, in the tier
-    where the group's records are.
+    where the group's records are, of those that share these parameters.
 
     numel: elements that this rank steps. state: values that its optimizer keeps for them. of_all: elements
     that all ranks step. ranks: those that exchange slices, and blocks, of them. joins_blocks: whether these
@@ -209,11 +209,11 @@ class UnitPlanner:
         self._sliced = config.stage > 0
         self._autocast = autocast
         self._moments = moments
-        loads: dict[Tier, dict[int, float]] = defaultdict(lambda: defaultdict(float))
+        loads: dict[_Ranks, dict[int, float]] = defaultdict(lambda: defaultdict(float))
         for group in (group for draft in drafts for group in draft.groups):
             for (_, p), rank in zip(group.named, group.stepped_by or (), strict=False):
-                loads[_record_tier(group)][rank] += _stepped_numel(group, p) * (IN_A_STEP + moments[p])
-        self._busiest = {tier: max(load, key=lambda rank: load[rank]) for tier, load in loads.items()}
+                loads[_stepping_ranks(group)][rank] += _stepped_numel(group, p) * (IN_A_STEP + moments[p])
+        self._busiest = {ranks: max(load, key=lambda rank: load[rank]) for ranks, load in loads.items()}
 
     def unit(self, draft: UnitDraft) -> PlannedUnit:
         """A unit with the groups of its draft, in their order."""
@@ -296,7 +296,7 @@ class UnitPlanner:
     def _stepped(self, draft: GroupDraft) -> Stepped | None:
         if draft.stepped_by is None:
             return None
-        busiest = self._busiest[_record_tier(draft)]
+        busiest = self._busiest[_stepping_ranks(draft)]
         parameters = [parameter for _, parameter in draft.named]
         mine = [p for p, rank in zip(parameters, draft.stepped_by, strict=True) if rank == busiest]
         state = sum(math.ceil(_stepped_numel(draft, p) * self._moments[p]) for p in mine)
@@ -313,9 +313,13 @@ def _stepped_numel(draft: GroupDraft, parameter: nn.Parameter) -> int:
     return (parameter if draft.kind.stepping.across else local_of(parameter)).numel()
 
 
-def _record_tier(draft: GroupDraft) -> Tier:
-    """The tier of the one record of a group that is stepped whole."""
-    return draft.placement.optimizer[0][1]
+_Ranks = tuple[Tier, frozenset[str], frozenset[str]]
+
+
+def _stepping_ranks(draft: GroupDraft) -> _Ranks:
+    """What tells which ranks step a group that is stepped whole, each with a number among these: and the tier
+    of its one record."""
+    return draft.placement.optimizer[0][1], draft.kind.apart, draft.kind.stepping.across
 
 
 @dataclass(frozen=True)
