@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from accelz import BackendRow, list_backends
-from accelz.discovery import Status, best, installed, ties, unheard
+import accelz
+from accelz import BackendDescriptor, BackendRow, Probe, discovery, list_backends, selection
+from accelz.discovery import Status, best, installed, ties, unheard, unheard_host
 
 from .fake_distribution import good, install
 
@@ -178,6 +179,36 @@ def test_what_did_not_answer_in_time_counts_where_it_may_be_better() -> None:
     assert counts == {9: True, 5: True, 4: False, -1: False, None: True}, "of equals the alphabet's first"
     assert [unheard([late(priority)]) is None for priority in (0, -1)] == [False, True]
     assert unheard([used, replace(late(9), late=False)]) is None, "broken in another way"
+
+
+def test_for_host_memory_only_what_may_be_a_host_s_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else one rank would have gloo where the others wait for it in shared memory."""
+
+    def row(name: str, host: bool | None, late: bool, priority: int | None = None) -> BackendRow:
+        described = {
+            None: None,
+            True: BackendDescriptor(name, 2, priority or 0, lambda: Probe(True, ""), _not_loaded, host=True),
+            False: BackendDescriptor(name, 2, priority or 0, lambda: Probe(True, ""), _not_loaded),
+        }[host]
+        status = Status.BROKEN if late else Status.AVAILABLE
+        return BackendRow(
+            name, f"accelz-{name}", "1", status, "its probe hung", priority, described, late=late
+        )
+
+    ready = row("cpu", True, False, 0)
+    assert unheard_host([row("cpu", True, True, 0)])
+    assert unheard_host([ready, row("slow", None, True)])
+    assert unheard_host([ready, row("better", True, True, 9)])
+    assert unheard_host([ready, row("device", False, True, 100), row("worse", True, True, -1)]) is None
+    monkeypatch.setattr(discovery, "list_backends", lambda _: [row("cpu", True, True, 0)])
+    monkeypatch.setattr(selection, "_loaded_host", selection._loaded_host.__wrapped__)
+    wanted = "'cpu' .* may be the one for host memory, but its probe hung; .*ACCELZ_DISABLE=cpu"
+    with pytest.raises(accelz.SelectionError, match=wanted):
+        accelz.host_collectives()
+
+
+def _not_loaded() -> accelz.Accelerator:
+    raise AssertionError
 
 
 def test_where_no_process_can_be_made_backends_are_asked_here(

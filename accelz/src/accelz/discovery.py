@@ -84,21 +84,49 @@ def best(rows: Iterable[BackendRow]) -> BackendRow | None:
     return next(_fit(rows), None)
 
 
+def best_host(rows: Iterable[BackendRow]) -> BackendRow | None:
+    """The backend for host memory: the first available one that declares `host=True`."""
+    return next(
+        (r for r in rows if r.status is Status.AVAILABLE and r.descriptor and r.descriptor.host), None
+    )
+
+
 def unheard(rows: Iterable[BackendRow]) -> BackendRow | None:
     """A backend that did not answer in time and may be better than the `best` one: a rank that is faster
     would have it. One whose priority is not known may be."""
     rows = list(rows)
-    first = best(rows)
-    may = (r for r in rows if r.late and (r.priority is None or r.priority >= 0))
-    return next((r for r in may if first is None or r.priority is None or _rank(r) < _rank(first)), None)
+    return _late(best(rows), (r for r in rows if r.priority is None or r.priority >= 0))
+
+
+def unheard_host(rows: Iterable[BackendRow]) -> BackendRow | None:
+    """The same for host memory. One without a descriptor may be a host's."""
+    rows = list(rows)
+    return _late(best_host(rows), (r for r in rows if r.descriptor is None or r.descriptor.host))
+
+
+def _late(first: BackendRow | None, rows: Iterable[BackendRow]) -> BackendRow | None:
+    """One of `rows` that did not answer in time, and may come before the `first` that did."""
+    late = (r for r in rows if r.late)
+    return next((r for r in late if first is None or r.priority is None or _rank(r) < _rank(first)), None)
 
 
 def what_to_do_unheard(row: BackendRow) -> str:
     return (
         f"backend {row.name!r} ({row.distribution}) may be the best one, but {row.reason}; other ranks may "
         "have it, so none is chosen. Set ACCELZ_DEVICE to the backend that is meant, on all ranks; or "
-        f"{PATIENCE}, a factor for the time, such as 3; or ACCELZ_DISABLE={row.name}"
+        f"{_more_time(row)}"
     )
+
+
+def what_to_do_unheard_host(row: BackendRow) -> str:
+    return (
+        f"backend {row.name!r} ({row.distribution}) may be the one for host memory, but {row.reason}; other "
+        f"ranks may have it, so none is chosen. Set on all ranks {_more_time(row)}"
+    )
+
+
+def _more_time(row: BackendRow) -> str:
+    return f"{PATIENCE}, a factor for the time, such as 3; or ACCELZ_DISABLE={row.name}"
 
 
 def ties(rows: Iterable[BackendRow]) -> list[str]:

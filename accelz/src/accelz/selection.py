@@ -25,10 +25,10 @@ _selected: Accelerator | None = None
 def current() -> Accelerator:
     """The process's accelerator, chosen at the first call.
 
-    With ACCELZ_DEVICE=name only that backend is loaded; if it is unset, the available backend with the
-    highest priority wins. Raises BackendNotFoundError, BackendUnavailableError or BackendError, saying what
-    is installed, what is available and what to install; SelectionError if a backend that may be better did
-    not answer in time.
+    With ACCELZ_DEVICE=name only that backend is asked and loaded, unless loading it needs others, as with
+    `host_collectives()`; if it is unset, the available backend with the highest priority wins. Raises
+    BackendNotFoundError, BackendUnavailableError or BackendError, saying what is installed, what is available
+    and what to install; SelectionError if a backend that may be better did not answer in time.
     """
     if _selected is not None:
         return _selected
@@ -58,7 +58,7 @@ def host_kernels() -> Kernels:
     """Return kernels for tensors in host memory, for state that a device keeps there.
 
     They are the current accelerator's if its device is the host, else those of the best available backend
-    that declares `host=True`, else the torch references.
+    that declares `host=True`, else the torch references. Raises SelectionError as `host_collectives` does.
     """
     accelerator = current()
     if accelerator.device.type == HOST.type:
@@ -70,7 +70,13 @@ def host_kernels() -> Kernels:
 def host_collectives() -> Collectives:
     """Return collectives of host tensors, for a device whose own are staged through the host.
 
-    They are those of the best available backend that declares `host=True`, else gloo's in lanes.
+    They are those of the best available backend that declares `host=True`, else gloo's in lanes. Every
+    installed backend is asked, in a child process: its descriptor says whose device is the host. Raises
+    SelectionError if one that may be a host's did not answer in time: ranks that have it would wait for this
+    one.
+
+    Where ranks share memory, a group can do nothing more after a collective that failed, such as one that
+    other ranks did not issue.
     """
     host = _host_accelerator()
     return GlooLanes() if host is None else host.collectives
@@ -84,8 +90,10 @@ def _host_accelerator() -> Accelerator | None:
 @cache
 def _loaded_host() -> Accelerator | None:
     rows = discovery.list_backends(os.environ)
-    host = [r for r in rows if r.status is Status.AVAILABLE and r.descriptor and r.descriptor.host]
-    return _load(host[0]) if host else None
+    if row := discovery.unheard_host(rows):
+        raise SelectionError(discovery.what_to_do_unheard_host(row))
+    host = discovery.best_host(rows)
+    return None if host is None else _load(host)
 
 
 def load_named(name: str, environ: Mapping[str, str]) -> Accelerator:
@@ -137,6 +145,8 @@ def _load(row: BackendRow) -> Accelerator:
     _warn_of_age(row, row.descriptor.api_version)
     try:
         accelerator = row.descriptor.load()
+    except SelectionError:  # of what it needs of the host's backend
+        raise
     except (Exception, SystemExit) as error:  # no library may end the user's process
         raise BackendError(
             f"backend {row.name!r} ({row.distribution}) failed to load: {type(error).__name__}: {error}. "
