@@ -6,6 +6,7 @@ import json
 import warnings
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -287,3 +288,26 @@ def test_a_resumed_file_reads_like_an_uninterrupted_one(tmp_path: Path) -> None:
     ]
     assert [line["loss"] for line in lines if "loss" in line] == [1, None, 3, 3, 3]
     assert lines[0]["model"] == "Model"
+
+
+class Short(FileIO):
+    """A file on a disk that is nearly full."""
+
+    def write(self, data: Any) -> int:
+        return super().write(data[:7])
+
+
+@pytest.mark.host
+def test_lines_are_whole_where_a_write_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sound, path = Path.open, tmp_path / "metrics.jsonl"
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "open", lambda self, *how, **more: _short(sound, self, *how, **more))
+        writer = JsonLines(path)
+        writer.begin(Run("Model", "cpu", 0, 1, 10, 0, {}))
+        writer.step(step_of(1, loss=2.0))
+        writer.close()
+    assert [line["step"] for line in lines_of(path)] == [0, 1]
+
+
+def _short(sound: Any, path: Path, mode: str = "r", **how: Any) -> Any:
+    return Short(path, mode) if how.get("buffering") == 0 else sound(path, mode, **how)

@@ -63,7 +63,9 @@ class JsonLines(Observer):
             text = json.dumps(finite)
         if self._file is None:
             self._file = self._path.open("ab", buffering=0)  # a line is there as soon as it is written
-        self._file.write(f"{text}\n".encode())
+        rest = f"{text}\n".encode()
+        while rest:  # a write may be short, and the next one say why
+            rest = rest[self._file.write(rest) :]
 
     def _drop_from(self, step: int) -> None:
         self.close()
