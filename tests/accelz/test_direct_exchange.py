@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from accelz import ReduceOp
+from accelz import CollectiveError, Group, ReduceOp
 from accelz.conformance.cluster import Clusters, Context
-from accelz.gloo import GlooLanes
+from accelz.gloo import GlooLanes, HostStaged
 from accelz.roles.direct_exchange import SMALL, FinishedOnWait, is_small
 
 
@@ -136,3 +136,16 @@ def corners_body(context: Context) -> dict[str, bool]:
 def test_corners(cluster: Clusters) -> None:
     for found in cluster(2).run(corners_body, limit=60):
         assert all(found.values()), found
+
+
+class Failed(GlooLanes):
+    """Has failed without any call that said so."""
+
+    def check(self, group: Group) -> None:
+        raise CollectiveError(f"a collective of {group!r} has failed")
+
+
+def test_staged_collectives_tell_what_has_failed_on_the_host() -> None:
+    group: Any = "this group"
+    with pytest.raises(CollectiveError, match="'this group' has failed"):
+        HostStaged(Failed()).check(group)

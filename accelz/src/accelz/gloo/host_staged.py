@@ -22,7 +22,8 @@ class HostStaged(Collectives):
     """Collectives of host copies of device tensors.
 
     host: those of host tensors, which do the work, gloo's in lanes by default. The best that there are come
-    from `accelz.host_collectives()`: ranks of one machine share memory.
+    from `accelz.host_collectives()`: ranks of one machine share memory, in which a group can do nothing more
+    after a collective that failed.
     """
 
     def __init__(self, host: Collectives | None = None) -> None:
@@ -31,6 +32,9 @@ class HostStaged(Collectives):
 
     def _group_spec(self) -> str:
         return self._host._group_spec()
+
+    def check(self, group: Group) -> None:
+        self._host.check(group)
 
     def destroy(self) -> None:
         self._host.destroy()

@@ -1,4 +1,4 @@
-// One optimizer step on a flat shard, in one pass: what all rules have in commu.
+// One optimizer step on a flat shard, in one pass: what all rules have in common.
 //
 // Rule has kMoments, a struct Constants of floats, as in accelz.updates, and
 //   void begin(const Update&, const Constants&) computes what is the same for all elements

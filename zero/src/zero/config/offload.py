@@ -56,10 +56,11 @@ class Offload(Validated):
         not fit stays on the device if the kind is set to "host", and goes to disk if it is set to "disk". A
         kind that is not given has no limit with "host", and no host memory with "disk". The budget holds on
         every rank, even if ranks step whole parameters; what a step needs temporarily is not counted.
-    sub_group_size: elements, rounded up to a multiple of 64, of the largest record of optimizer state that is
-        away from the device and stepped by a kernel. A few records are in transit at a time, so this bounds
-        the buffers: three records, in host memory for "disk" and on the device for step="device". On disk a
-        record takes whole pages: below some 10,000 elements it takes more room than its values.
+    sub_group_size: elements of the largest record of optimizer state that is away from the device and stepped
+        by a kernel, rounded up to a multiple of 64, with moments="8bit" of 256. A few records are in transit
+        at a time, so this bounds the buffers: three records, in host memory for "disk" and on the device for
+        step="device". On disk a record takes whole pages: below some 10,000 elements it takes more room than
+        its values.
     path: directory on a local disk for the state on disk. A rank's file has mode 0600 and no name, so nothing
         is left when a job ends, however it ends.
     compact: keep only the part of masters on disk that the 16-bit parameters lack (Adam: 20 bytes moved per
