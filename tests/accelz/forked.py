@@ -200,7 +200,7 @@ def started_ranks(
     for rank in range(ranks):
         out, errors = _outputs(folder, rank)
         for path in (out, errors):
-            path.unlink(missing_ok=True)
+            path.write_text("")  # there also where a rank is killed before it begins
         own = place | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
         given = environment(folder, OMP_NUM_THREADS="1", **own, **variables)
         running.append(_started(_run_script, out, errors, given, (str(script), *arguments)))

@@ -114,10 +114,9 @@ def takes(app: typer.Typer, line: Line, words: tuple[str, ...]) -> None:
 
 @cache
 def names_of_tests(program: str) -> str:
-    """Where pytest's -k looks: names of files, classes and tests; and ids, which stand among the values of
-    parametrize."""
+    """Where pytest's -k looks: names of files, classes and tests; and ids, which are texts in these files."""
     folder = ROOT / ("accelz/src/accelz/conformance" if program == "accelz" else "tests/zero")
-    found = r"^ *(?:def (test_\w+)|class (Test\w+)|@pytest.mark.parametrize(.*))"
+    found = r'^ *(?:def (test_\w+)|class (Test\w+))|"([\w, -]+)"'
     return " ".join(
         f"{path.relative_to(ROOT)} {re.findall(found, path.read_text(), re.MULTILINE)}"
         for path in folder.rglob("*.py")

@@ -98,6 +98,13 @@ def test_a_silent_rank_is_where_it_has_published_that_it_waits(places: dict[int,
     assert told == f"{MINE} after 10.1 s: it broke. {expected}"
 
 
+@pytest.fixture
+def nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the process's thread, at least, which would publish beside a test."""
+    monkeypatch.setattr("zero.communication.waits.keep_looking", lambda _: None)
+
+
+@pytest.mark.usefixtures("nobody_looks")
 def test_a_rank_that_has_gone_on_waits_no_longer_where_it_did() -> None:
     """It publishes nothing at the end of a wait that raises, so that others learn of it."""
     store = bounded(HashStore(), 10.0)
@@ -114,6 +121,7 @@ def test_a_rank_that_has_gone_on_waits_no_longer_where_it_did() -> None:
     assert here.places([1], 7) == {}
 
 
+@pytest.mark.usefixtures("nobody_looks")
 def test_a_failure_is_logged_by_ranks_that_wait_for_others(caplog: pytest.LogCaptureFixture) -> None:
     """Once, with the first of the failures, long before the wait itself fails."""
     store = bounded(HashStore(), 10.0)
@@ -123,7 +131,7 @@ def test_a_failure_is_logged_by_ranks_that_wait_for_others(caplog: pytest.LogCap
         mine = Failure(rank, NAMES[rank], 0.1, f"cause {rank}")
         Reports(groups[rank], "line").exchange({}, mine, among=())
     wait = waits.begin(7, "exchange of norms")
-    wait.began -= waits.patience / 2  # the process's thread may look, too
+    wait.began -= waits.patience / 2
     waits.look()
     assert not wait.published
     wait.began -= waits.patience
