@@ -20,6 +20,11 @@ ARGS ?=
 # A file's tests stay together, and files begin in the order of tests/conftest.py: the slow ones first.
 PYTEST_OPTIONS = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 PYTEST = $(BIN)/python -m pytest $(PYTEST_OPTIONS)
+# With AGAIN=1, as in CI: what has failed, which stays told, is run once more, alone. Other things than the code fail
+# tests of many processes on a busy machine; what fails twice fails.
+AGAIN ?=
+again = $(if $(AGAIN),|| (echo "once more, alone, what failed above:" && \
+	$(1) -m pytest -n 0 --last-failed --last-failed-no-failures none --maxfail 1 $(2)))
 
 .PHONY: setup sim arguments train test quick frameworks browser docs release check lints format bench clean
 
@@ -48,8 +53,8 @@ train: arguments setup  ## a byte-level language model on Python's own sources, 
 test quick: export PYTHONDONTWRITEBYTECODE =  # hundreds of processes import the packages: they are compiled once
 test: setup sim  ## everything on the CPU, then the engine's tests once more on the simulated accelerator
 ifeq ($(ROOM),)
-	$(PYTEST) $(ARGS)
-	$(PYTEST) tests/zero --device sim --loop plain $(ARGS)
+	$(PYTEST) $(ARGS) $(call again,$(BIN)/python,)
+	$(PYTEST) tests/zero --device sim --loop plain $(ARGS) $(call again,$(BIN)/python,tests/zero --device sim --loop plain)
 else  ## with ROOM=gradients: one room of zero, or one folder of tests, on the CPU
 	$(PYTEST) $(or $(wildcard tests/zero/$(ROOM) tests/$(ROOM)),$(error there is no tests/zero/$(ROOM) and no tests/$(ROOM))) $(ARGS)
 endif
@@ -58,7 +63,8 @@ quick: setup  ## what to run at every change, in less than a minute: what one pr
 	$(PYTEST) --quick $(ARGS)
 
 frameworks: setup $(FRAMEWORKS_STAMP) browser  ## zero.integrations with the real frameworks, which .venv does without
-	$(FRAMEWORKS)/bin/python -m pytest $(PYTEST_OPTIONS) tests/frameworks $(ARGS)
+	$(FRAMEWORKS)/bin/python -m pytest $(PYTEST_OPTIONS) tests/frameworks $(ARGS) \
+		$(call again,$(FRAMEWORKS)/bin/python,tests/frameworks)
 
 # Without one, and without root and apt to install it, those tests are skipped.
 browser:  # in which the tests look at reports
