@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
+from tests.zero.helpers.optimizers import sgd
 
 WORDS, WIDTH, HEADS, ROWS, LENGTH = 11, 16, 4, 2, 8
 
@@ -44,3 +48,19 @@ class Decoder(nn.Module):
             x = checkpoint(layer, x, use_reentrant=False) if self.recomputed else layer(x)
         found: Tensor = self.head(x)
         return found
+
+
+def one_process(
+    model: nn.Module, loss_of: Callable[[nn.Module, int, int], Tensor], steps: int, clip: float
+) -> tuple[list[list[float]], list[float], dict[str, Tensor]]:
+    """Losses by step and row, norms and final weights of one process that has the data of two rows of ranks.
+    loss_of(model, step, row). clip: the largest norm."""
+    losses, norms, optimizer = [], [], sgd(model)
+    for step in range(steps):
+        each = [loss_of(model, step, row) for row in range(2)]
+        torch.stack(each).mean().backward()
+        losses.append([loss.item() for loss in each])
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), clip)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, norms, {name: value.detach() for name, value in model.state_dict().items()}

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
-from tests.zero.helpers.decoder import LENGTH, ROWS, WORDS, Decoder
+from tests.zero.helpers.decoder import LENGTH, ROWS, WORDS, Decoder, one_process
 from tests.zero.helpers.loops import train_on
 from tests.zero.helpers.meshes import mesh_of
 from tests.zero.helpers.optimizers import sgd
@@ -94,28 +94,15 @@ def batch_of(step: int, row: int) -> dict[str, Tensor]:
     return {"ids": ids, "places": places, "labels": labels}
 
 
-def unsharded() -> tuple[list[list[float]], list[float], dict[str, Tensor]]:
-    """Losses by step and row, norms and final weights of one process."""
-    model, losses, norms = Decoder(KEYS), [], []
-    optimizer = sgd(model)
-    for step in range(STEPS):
-        batches = [batch_of(step, row) for row in range(2)]
-        each = [
-            F.cross_entropy(model(b["ids"], b["places"]).flatten(0, 1), b["labels"].flatten())
-            for b in batches
-        ]
-        torch.stack(each).mean().backward()
-        losses.append([loss.item() for loss in each])
-        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses, norms, {name: value.detach() for name, value in model.state_dict().items()}
+def loss_of(model: nn.Module, step: int, row: int) -> Tensor:
+    batch = batch_of(step, row)
+    return F.cross_entropy(model(batch["ids"], batch["places"]).flatten(0, 1), batch["labels"].flatten())
 
 
 def body(context: Context) -> dict[str, float]:
     mesh = mesh_of(("dp", 2), ("cp", 2))
     row, found = mesh.get_local_rank("dp"), {}
-    losses, norms, weights = unsharded()
+    losses, norms, weights = one_process(Decoder(KEYS), loss_of, STEPS, CLIP)
     for stage in (2, 3):
         model = Decoder(KEYS, recomputed=stage == 3)
         config = zero.Config(stage=stage, clip_norm=CLIP, timeout=20)

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import (
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
-from tests.zero.helpers.decoder import LENGTH, ROWS, WORDS, Decoder
+from tests.zero.helpers.decoder import LENGTH, ROWS, WORDS, Decoder, one_process
 from tests.zero.helpers.loops import train_on
 from tests.zero.helpers.meshes import mesh_of
 from tests.zero.helpers.optimizers import sgd
@@ -61,24 +61,10 @@ def loss_of(model: nn.Module, step: int, row: int) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), ids.flatten())
 
 
-def unsharded() -> tuple[list[list[float]], list[float], dict[str, Tensor]]:
-    """Losses by step and rank with other data, norms, and final weights of one process."""
-    model, losses, norms = Decoder(KEYS), [], []
-    optimizer = sgd(model)
-    for step in range(STEPS):
-        each = [loss_of(model, step, row) for row in range(2)]
-        torch.stack(each).mean().backward()
-        losses.append([loss.item() for loss in each])
-        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses, norms, {name: value.detach() for name, value in model.state_dict().items()}
-
-
 def body(context: Context) -> dict[str, float]:
     mesh = mesh_of(("dp", 2), ("tp", 2))
     row, found = mesh.get_local_rank("dp"), {}
-    losses, norms, weights = unsharded()
+    losses, norms, weights = one_process(Decoder(KEYS), loss_of, STEPS, CLIP)
     for stage in (1, 2, 3):
         model = planned(mesh["tp"])
         config = zero.Config(stage=stage, clip_norm=CLIP, timeout=20)
