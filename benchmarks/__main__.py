@@ -83,10 +83,19 @@ class Outputs:
     name: str
 
 
+def _plain_name(name: str) -> str:
+    if Path(name).name != name:
+        raise typer.BadParameter(f"{name} is a path: --json and --markdown write to paths.")
+    return name
+
+
 Device = Annotated[str, typer.Option(help="The accelz backend to run on.")]
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write everything measured to this file.")]
 MarkdownFile = Annotated[Path | None, typer.Option("--markdown", help="Write the tables to this file.")]
-Name = Annotated[str, typer.Option(help="Store as benchmarks/results/<date>-<name>.{json,md,svg}.")]
+Name = Annotated[
+    str,
+    typer.Option(callback=_plain_name, help="Store as benchmarks/results/<date>-<name>.{json,md,svg}."),
+]
 Ranks = Annotated[int, typer.Option(min=1, max=64, help="Processes.")]
 Threads = Annotated[int, typer.Option(min=1, help="OMP threads per rank.")]
 Rounds = Annotated[int, typer.Option(min=1, help="Rounds of everything that is compared.")]

@@ -20,7 +20,11 @@ DISTRIBUTIONS = (
 
 
 def describe() -> dict[str, Any]:
-    """Machine, versions, date and command line. memory: in bytes. load: the present one-minute average."""
+    """Machine, versions, date and command line.
+
+    memory: in bytes. load: the present one-minute average. allocator: the library that LD_PRELOAD puts before the
+    system's `malloc`, "" for none.
+    """
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]]),
@@ -30,6 +34,7 @@ def describe() -> dict[str, Any]:
             "memory": int(psutil.virtual_memory().total),
             "system": platform.system(),
             "load": round(os.getloadavg()[0], 2),
+            "allocator": Path(os.environ.get("LD_PRELOAD", "")).name,
         },
         "versions": {
             "python": platform.python_version(),

@@ -327,9 +327,10 @@ def write(path: Path, text: str) -> None:
 def _headline(context: dict[str, Any]) -> str:
     machine, versions = context["machine"], context["versions"]
     accelerators = f"{machine['accelerators']}, " if machine.get("accelerators") else ""
+    allocator = f"{machine['allocator']}, " if machine.get("allocator") else ""
     return (
         f"{context['date']}: {machine['cpu']}, {_count(machine['cores'], 'core')}, "
-        f"{machine['memory'] / 2**30:.0f} GiB, {accelerators}load {machine['load']} at the start; "
+        f"{machine['memory'] / 2**30:.0f} GiB, {accelerators}{allocator}load {machine['load']} at the start; "
         + ", ".join(f"{name} {number}" for name, number in versions.items())
     )
 
