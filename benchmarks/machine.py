@@ -22,8 +22,8 @@ DISTRIBUTIONS = (
 def describe() -> dict[str, Any]:
     """Machine, versions, date and command line.
 
-    memory: in bytes. load: the present one-minute average. allocator: the library that LD_PRELOAD puts before the
-    system's `malloc`, "" for none.
+    memory: in bytes. load: the present one-minute average. allocator: the library that LD_PRELOAD puts before
+    the system's `malloc`, "" for none.
     """
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
