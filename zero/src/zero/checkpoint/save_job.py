@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -176,9 +177,8 @@ class RankSave:
         for rank, report in reports.items():
             entry = report["file"]
             try:
-                file = self.storage.open(self.publication.staging / entry["name"])
-                size = file.size()
-                file.close()
+                with closing(self.storage.open(self.publication.staging / entry["name"])) as file:
+                    size = file.size()
             except FileNotFoundError:
                 size = 0
             if size != entry["bytes"]:

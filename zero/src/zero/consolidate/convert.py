@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from zero.consolidate.plan import OutputPlan, PlannedFile, choose
 from zero.consolidate.run import OnProgress, Options, Written, publish
-from zero.consolidate.workers import Buffers, chunk_bytes, run
+from zero.consolidate.workers import chunk_bytes, run
 from zero.errors import CheckpointError
 from zero.files.boundary import typed
 from zero.files.manifest import CHECKSUM_BLOCK, ITEM_BYTES, MANIFEST, model_key
@@ -74,13 +75,8 @@ def _checksums(path: Path, layout: RankLayout, options: Options) -> bytes:
                 )
             block += stretch.blocks
 
-    def handle(chunk: Chunk, buffers: Buffers) -> None:
-        buffers.read(chunk)
-
-    try:
-        run(chunks(), options.workers, limit, handle)
-    finally:
-        opened.close()
+    with closing(opened):
+        run(chunks(), options.workers, limit, lambda chunk, buffers: chunk.read(buffers.source))
     return bytes(table)
 
 
@@ -95,12 +91,9 @@ def _sum(file: File, offset: int, nbytes: int, table: bytearray, block: int, pag
 
 
 def _append(path: Path, offset: int, data: bytes) -> None:
-    file = DISK.reopen(path)
-    try:
+    with closing(DISK.reopen(path)) as file:
         file.write(offset, [memoryview(data)])
         file.sync()
-    finally:
-        file.close()
 
 
 def _described(source: Source, plan: OutputPlan) -> dict[str, Any]:

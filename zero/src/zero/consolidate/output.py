@@ -153,7 +153,7 @@ class Output:
     def write(self, chunk: Chunk, buffers: Buffers) -> int:
         """Read a chunk and write what belongs in unfinished files. Returns the number of bytes written."""
         written = 0
-        for part in self._converter.parts(chunk, buffers.read(chunk), buffers.output):
+        for part in self._converter.parts(chunk, chunk.read(buffers.source), buffers.output):
             if part.chosen.tensor in self.pending:
                 self._files[part.file.name].write(part.offset, part.values)
                 self._count(part.file, part.values.nbytes)
@@ -215,7 +215,7 @@ def comparing(
             half = buffers.output.nbytes // 2 // PAGE * PAGE
             mine, theirs = buffers.output[: half - 2 * PAGE], buffers.output[half:]
             compared = 0
-            for part in converter.parts(chunk, buffers.read(chunk), mine):
+            for part in converter.parts(chunk, chunk.read(buffers.source), mine):
                 found = files[part.file.name].read_around(part.offset, part.values.nbytes, theirs)
                 if not np.array_equal(np.frombuffer(found, np.uint8), np.frombuffer(part.values, np.uint8)):
                     raise CheckpointError(

@@ -163,7 +163,7 @@ def verify(
 
     def check(chunk: Chunk, buffers: Buffers) -> None:
         try:
-            buffers.read(chunk)
+            chunk.read(buffers.source)
         except CheckpointError as error:
             problems.append(str(error))
         told(chunk.nbytes)

@@ -26,10 +26,6 @@ class Buffers:
         self.source = view_of(empty_aligned(limit + _ROOM))
         self.output = view_of(empty_aligned(limit + _ROOM))
 
-    def read(self, chunk: Chunk) -> memoryview:
-        """Read the bytes of a chunk."""
-        return chunk.read(self.source)
-
 
 def default_workers() -> int:
     """Two threads for each core that this process may use, since one of them waits for the disk."""
@@ -51,7 +47,9 @@ def chunk_bytes(memory: int, workers: int) -> int:
     return min(_LARGEST, (memory // workers // 2 - _ROOM) // _SMALLEST * _SMALLEST)
 
 
-def run(chunks: Iterator[Chunk], workers: int, limit: int, handle: Callable[[Chunk, Buffers], None]) -> None:
+def run(
+    chunks: Iterator[Chunk], workers: int, limit: int, handle: Callable[[Chunk, Buffers], object]
+) -> None:
     """Call `handle` with every chunk, on `workers` threads. Raises an error of one once all have stopped."""
     lock, stop = threading.Lock(), threading.Event()
 

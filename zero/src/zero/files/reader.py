@@ -266,22 +266,18 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
 
 def _checksums(file: File, entry: FileEntry) -> bytes:
     """The table of a file's block checksums, after checking the table and the file's header."""
-    length = bytearray(8)
     with typed(file.path):
-        file.read(0, memoryview(length))
-        sizes = int.from_bytes(length, "little"), entry.bytes - entry.checksums_at
+        sizes = int.from_bytes(file.read_bytes(0, 8), "little"), entry.bytes - entry.checksums_at
         if sizes[0] > min(LONGEST_HEADER, entry.bytes) or sizes[1] > LARGEST_TABLE:
             raise CorruptCheckpointError(
                 f"{file.path} is damaged: its header or its checksums cannot be as large as it says"
             )
-        header, table = bytearray(8 + sizes[0]), bytearray(sizes[1])
-        file.read(0, memoryview(header))
-        file.read(entry.checksums_at, memoryview(table))
+        header, table = file.read_bytes(0, 8 + sizes[0]), file.read_bytes(entry.checksums_at, sizes[1])
     sums = (("header", header, entry.header), ("checksum table", table, entry.checksums))
     for what, buffer, expected in sums:
         if crc32(buffer) != expected:
             raise CorruptCheckpointError(f"{file.path} is damaged: the checksum of its {what} does not match")
-    return bytes(table)
+    return table
 
 
 def _present(parent: Path, name: str, storage: Storage) -> Path | None:

@@ -77,14 +77,10 @@ def _in_file(path: Path) -> list[SafeTensor]:
 def _header(path: Path) -> tuple[dict[str, Any], int]:
     """A file's header, and the byte where its data begin."""
     with closing(DISK.open(path)) as file:
-        size, begin = file.size(), bytearray(8)
-        count = file.read(0, memoryview(begin))
-        length = int.from_bytes(begin, "little")
-        if count < 8 or length > min(LONGEST_HEADER, size - 8):
+        size, length = file.size(), int.from_bytes(file.read_bytes(0, 8), "little")
+        if length > min(LONGEST_HEADER, size - 8):
             raise ValueError(f"its header has {length:,} bytes, of {size:,} in all")
-        text = bytearray(length)
-        file.read(8, memoryview(text))
-    return parse(bytes(text)), 8 + length
+        return parse(file.read_bytes(8, length)), 8 + length
 
 
 def _tensor(

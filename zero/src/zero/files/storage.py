@@ -73,6 +73,11 @@ class File:
                 done += count
         return done
 
+    def read_bytes(self, offset: int, count: int) -> bytes:
+        """Up to `count` bytes from `offset` on, fewer only at the end of the file."""
+        buffer = bytearray(count)
+        return bytes(buffer[: self.read(offset, memoryview(buffer))])
+
     def read_around(self, offset: int, count: int, pages: memoryview) -> memoryview:
         """Read `count` bytes from `offset` on, bypassing the page cache if the file was opened for that.
 
@@ -268,24 +273,17 @@ DISK = Storage()
 
 def read_whole(storage: Storage, path: Path, most: int) -> bytes:
     """Read all bytes of a small file. Raises OSError if it has more than `most`, before reading any."""
-    file = storage.open(path)
-    try:
+    with contextlib.closing(storage.open(path)) as file:
         if (size := file.size()) > most:
             raise OSError(errno.EFBIG, f"it has {size:,} bytes, and at most {most:,} are read", str(path))
-        buffer = bytearray(size)
-        return bytes(buffer[: file.read(0, memoryview(buffer))])
-    finally:
-        file.close()
+        return file.read_bytes(0, size)
 
 
 def write_whole(storage: Storage, path: Path, data: bytes) -> None:
     """Create a small file that is on the disk when this returns."""
-    file = storage.create(path, len(data))
-    try:
+    with contextlib.closing(storage.create(path, len(data))) as file:
         file.write(0, [memoryview(data)])
         file.sync()
-    finally:
-        file.close()
 
 
 def _create(path: Path, direct: bool) -> int:

@@ -18,7 +18,7 @@ import numpy as np
 from zero.errors import CheckpointError, CorruptCheckpointError
 from zero.files.boundary import typed
 from zero.files.boxes import span
-from zero.files.storage import DISK, File
+from zero.files.storage import DISK
 from zero.sources import inert_pickle, zip_directory
 from zero.sources.inert_pickle import MOST_STEPS, TENSORS, StoredTensor
 from zero.sources.zip_directory import FileRecord
@@ -94,7 +94,7 @@ def records_of(path: Path, start: int = 0, nbytes: int | None = None) -> list[Fi
             raise ValueError(f"it has {whole} bytes, not {start + size}")
 
         def read(at: int, count: int) -> bytes:
-            return _read(file, start + at, min(count, size - at))
+            return file.read_bytes(start + at, max(0, min(count, size - at)))
 
         found = zip_directory.records(read, size)
         return [replace(record, offset=start + record.offset) for record in found] if start else found
@@ -103,14 +103,7 @@ def records_of(path: Path, start: int = 0, nbytes: int | None = None) -> list[Fi
 def _bytes_at(path: Path, offset: int, nbytes: int) -> bytes:
     """Bytes of a file. Raises as TorchFile does."""
     with typed(path), closing(DISK.open(path)) as file:
-        data = _read(file, offset, nbytes)
+        data = file.read_bytes(offset, nbytes)
     if len(data) < nbytes:
         raise CorruptCheckpointError(f"{path} is truncated: it ends at byte {offset + len(data)}")
     return data
-
-
-def _read(file: File, offset: int, nbytes: int) -> bytes:
-    """Up to `nbytes` bytes from `offset` on."""
-    buffer = bytearray(max(0, nbytes))
-    count = file.read(offset, memoryview(buffer))
-    return bytes(buffer) if count == nbytes else bytes(buffer[:count])
