@@ -5,36 +5,35 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from tests.zero.helpers import saved, synthetic
 from zero.consolidate import Options, consolidate, open_source
-from zero.files.boxes import boxes, read_box, stretches
+from zero.files.boxes import Block, Region
 from zero.sources.record_source import RecordSource
+from zero.sources.source import Fragment, TensorInfo, assembled
 
 SHAPE = (3, 4, 5, 2)
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0), (0, 2, 3, 1), (1, 0, 3, 2)])
 @pytest.mark.parametrize("limit", [1, 3, 7, 10, 24, 1000])
-def test_boxes_are_the_whole_tensor_in_order(order: tuple[int, ...], limit: int) -> None:
+def test_chunks_are_the_whole_tensor_in_order(order: tuple[int, ...], limit: int) -> None:
     inverse = sorted(range(4), key=order.__getitem__)
     tensor = torch.arange(120, dtype=torch.int32).view([SHAPE[d] for d in order]).permute(inverse)
     assert tuple(tensor.shape) == SHAPE
     in_memory = memoryview(tensor.permute(order).contiguous().view(-1).numpy()).cast("B")
 
-    def read(start: int, into: memoryview) -> None:
+    def read(_: None, start: int, into: memoryview) -> None:
         into[:] = in_memory[4 * start : 4 * start + into.nbytes]
 
-    whole = bytearray()
-    for box in boxes(SHAPE, limit):
-        assert box.numel <= limit
-        assert list(stretches(box, SHAPE)) == [(len(whole) // 4, box.numel)]
-        part = np.empty(box.sizes, np.int32)
-        read_box(box, tuple(tensor.stride()), 4, read, part)
-        whole += part.tobytes()
+    whole, info = bytearray(), TensorInfo("w", SHAPE, "I32", "I32", "parameter")
+    blocks = [Block(None, Region.whole(SHAPE), tuple(tensor.stride()))]
+    for chunk in assembled(0, info, blocks, read, 3 * 4 * limit, gap=0):
+        assert chunk.nbytes <= 4 * limit
+        assert chunk.pieces == (Fragment(0, len(whole) // 4, chunk.nbytes // 4, 0),)
+        whole += chunk.read(memoryview(bytearray(4 * limit)))
     assert torch.equal(torch.frombuffer(whole, dtype=torch.int32).view(SHAPE), tensor)
 
 
@@ -59,9 +58,9 @@ def test_files_without_checksums_of_blocks_are_read_once(
     """In many chunks, of which each has a part of every column."""
     counted, read = [], RecordSource._read_part
 
-    def counting(source: Any, part: Any, item: int, start: int, into: memoryview) -> None:
+    def counting(source: Any, item: int, part: Any, start: int, into: memoryview) -> None:
         counted.append(into.nbytes)
-        read(source, part, item, start, into)
+        read(source, item, part, start, into)
 
     monkeypatch.setattr(RecordSource, "_read_part", counting)
     tensors = {"transposed": torch.randn(300, 700).t()}

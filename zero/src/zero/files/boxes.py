@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, partial
 from itertools import product
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -28,6 +28,7 @@ class Run(NamedTuple):
 
 
 Runs = tuple[tuple[Run, ...], ...]  # by dimension
+Key = TypeVar("Key")
 
 
 class _HasRuns(Protocol):
@@ -58,16 +59,6 @@ class Box(NamedTuple):
     def upper(self) -> tuple[int, ...]:
         """The first index beyond it in each dimension."""
         return tuple(low + size for low, size in zip(self.lower, self.sizes, strict=True))
-
-    def meets(self, other: Box) -> Box:
-        """What two boxes have in common, perhaps nothing."""
-        lower = tuple(map(max, self.lower, other.lower))
-        ends = map(min, self.upper, other.upper)
-        return Box(lower, tuple(max(0, end - low) for low, end in zip(lower, ends, strict=True)))
-
-    def seen_from(self, other: Box) -> Box:
-        """This box with indices relative to `other`."""
-        return Box(tuple(a - b for a, b in zip(self.lower, other.lower, strict=True)), self.sizes)
 
 
 class Region(NamedTuple):
@@ -111,11 +102,11 @@ def _overlaps(mine: Sequence[Run], low: int, size: int, others: Sequence[Run]) -
     return found
 
 
-class Block(NamedTuple):
+class Block(NamedTuple, Generic[Key]):
     """A stored tensor that is a region of another, or all of it. key: of the stored one. stride: its own, in
     elements; None where its memory order is row-major."""
 
-    key: str
+    key: Key
     region: Region
     stride: tuple[int, ...] | None
 
@@ -181,20 +172,6 @@ def boxes_between(sizes: tuple[int, ...], start: int, stop: int) -> Iterator[Box
         yield from of_row(last)
 
 
-def boxes(shape: tuple[int, ...], limit: int) -> Iterator[Box]:
-    """Cut a tensor into boxes of at most `limit` elements, in row-major order."""
-    axis = next((d for d in range(len(shape)) if math.prod(shape[d + 1 :]) <= limit), len(shape))
-    if axis == len(shape):
-        yield Box((), ())
-        return
-    step = max(1, limit // max(1, math.prod(shape[axis + 1 :])))
-    rest = shape[axis + 1 :]
-    for outer in indices(shape[:axis]):
-        for first in range(0, shape[axis], step):
-            count = min(step, shape[axis] - first)
-            yield Box((*outer, first, *(0 for _ in rest)), (*(1 for _ in outer), count, *rest))
-
-
 def stretches(box: Box, shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
     """The stretches of a row-major tensor that a box covers, in the box's own row-major order.
 
@@ -221,19 +198,20 @@ def span(sizes: tuple[int, ...], stride: tuple[int, ...]) -> int:
 
 
 def read_region(
-    read: Callable[[str, int, memoryview], None],
-    blocks: Sequence[Block],
+    read: Callable[[Key, int, memoryview], None],
+    blocks: Iterable[Block[Key]],
     region: Region,
     stride: tuple[int, ...] | None,
     item: int,
     start: int,
     into: memoryview,
+    gap: int = _SUMMED,
 ) -> None:
     """Fill `into` with elements of a region of a tensor, from element `start` of the region on.
 
     The elements are counted in the memory order given by `stride` (None: row-major). read(key, start, into):
     fills `into` with the bytes of a stored tensor from its element `start` on. blocks: those that make up the
-    tensor. item: bytes of an element.
+    tensor. item: bytes of an element. gap: bytes between two stretches up to which they are read along.
     """
     shape = region.shape
     order = memory_order(stride, len(shape))
@@ -246,7 +224,7 @@ def read_region(
         for block in blocks:
             steps = block.stride or row_major(block.region.shape)
             for here, there in region.common(box, block.region):
-                read_box(there, steps, item, partial(read, block.key), room[here.slices], gap=_SUMMED)
+                read_box(there, steps, item, partial(read, block.key), room[here.slices], gap)
 
 
 def memory_order(stride: tuple[int, ...] | None, dimensions: int) -> tuple[int, ...]:
@@ -265,7 +243,7 @@ def read_box(
     item: int,
     read: Callable[[int, memoryview], None],
     into: Any,
-    gap: int = 0,
+    gap: int,
 ) -> None:
     """Fill `into`, an array of the box's sizes, with a box of a tensor.
 

@@ -133,7 +133,7 @@ class WholeTensor(Sized):
 
     dtype: str
     shape: tuple[int, ...]
-    blocks: tuple[Block, ...]
+    blocks: tuple[Block[str], ...]
     stride: None = None
 
 
@@ -452,7 +452,7 @@ def unseal(kind: Literal["zero-checkpoint", "zero-latest"], data: bytes) -> byte
     raise ValueError("its checksum does not match: it was damaged or edited by hand")
 
 
-def blocks_of(key: str, tensor: Sized) -> tuple[Block, ...]:
+def blocks_of(key: str, tensor: Sized) -> tuple[Block[str], ...]:
     """The stored tensors that make up a tensor."""
     if isinstance(tensor, WholeTensor):
         return tensor.blocks

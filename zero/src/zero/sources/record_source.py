@@ -11,16 +11,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from zlib import crc32
 
-import numpy as np
-
 from zero.errors import CorruptCheckpointError, some
 from zero.files.boundary import typed
-from zero.files.boxes import Box, boxes, count_stretches, read_box, stretches
-from zero.files.manifest import ITEM_BYTES, is_row_major
+from zero.files.boxes import Block, Box, Region, count_stretches, stretches
+from zero.files.manifest import is_row_major
 from zero.files.storage import DISK, File
 from zero.sources import crc
 from zero.sources.inert_pickle import StoredTensor
-from zero.sources.source import Chunk, Fragment, Source
+from zero.sources.source import Chunk, Fragment, Source, assembled
 from zero.sources.torch_file import TorchFile
 from zero.sources.zip_directory import FileRecord
 
@@ -58,24 +56,6 @@ class StoredBox(NamedTuple):
     offset: int
 
 
-class Mosaic:
-    """A tensor that is put together from parts, a box of it at a time."""
-
-    def __init__(self, tensor: int, shape: tuple[int, ...], parts: Sequence[StoredBox]) -> None:
-        self.tensor = tensor
-        self.shape = shape
-        self.parts = parts
-        size = len(parts), len(shape)
-        self._lower = np.array([part.box.lower for part in parts], np.int64).reshape(size)
-        self._upper = np.array([part.box.upper for part in parts], np.int64).reshape(size)
-
-    def within(self, box: Box) -> Iterator[tuple[StoredBox, Box]]:
-        """The parts that a box meets, each with what they have in common."""
-        meets = (np.maximum(self._lower, box.lower) < np.minimum(self._upper, box.upper)).all(axis=1)
-        for number in np.flatnonzero(meets).tolist():
-            yield self.parts[number], self.parts[number].box.meets(box)
-
-
 class RecordSource(Source):
     """The base of sources that consist of records; a subclass says what lies where.
 
@@ -90,7 +70,7 @@ class RecordSource(Source):
         self._open: dict[Path, File] = {}
         self._records: dict[Key, None] = {}
         self._places: dict[Key, list[Place]] = {}
-        self._mosaics: list[Mosaic] = []
+        self._blocks: dict[int, list[Block[StoredBox]]] = {}  # of tensors that are put together from them
         self._found: dict[Key, dict[int, tuple[int, int]]] = {}  # length and CRC of each chunk, by its offset
         self._lock = threading.Lock()
         try:
@@ -164,29 +144,33 @@ class RecordSource(Source):
             raise CorruptCheckpointError(f"{file.path}: a part of a tensor is not row-major")
         else:
             whole = Box((0,) * len(values.shape), values.shape)
-            part = StoredBox(whole, values.stride, Key(file.path, record), offset)
-            self._mosaics.append(Mosaic(tensor, values.shape, [part]))
+            self._assemble(tensor, [StoredBox(whole, values.stride, Key(file.path, record), offset)])
 
     def place_parts(self, tensor: int, parts: Sequence[StoredBox]) -> None:
         """Register that a tensor consists of parts, which together are all of it."""
         shape = self.tensors[tensor].shape
         if not all(is_row_major(p.box.sizes, p.stride) and _is_short(p.box, shape) for p in parts):
-            self._mosaics.append(Mosaic(tensor, shape, parts))
+            self._assemble(tensor, parts)
             return
         for part in parts:
             offset = part.offset
             for start, length in stretches(part.box, shape):
                 self.place_stretch(tensor, *part.key, start, length, offset)
-                offset += length * ITEM_BYTES[self.tensors[tensor].dtype]
+                offset += length * self.tensors[tensor].item_bytes
+
+    def _assemble(self, tensor: int, parts: Sequence[StoredBox]) -> None:
+        self._blocks[tensor] = [Block(part, Region(part.box.runs), part.stride) for part in parts]
 
     def chunks(self, wanted: Collection[int], limit: int) -> Iterator[Chunk]:
-        mosaics = [mosaic for mosaic in self._mosaics if mosaic.tensor in wanted]
-        for mosaic in mosaics:
-            yield from self._boxes(mosaic, limit)
-        turned = {part.key for mosaic in mosaics for part in mosaic.parts}
+        divided = [tensor for tensor in self._blocks if tensor in wanted]
+        for tensor in divided:
+            info = self.tensors[tensor]
+            read = partial(self._read_part, info.item_bytes)
+            yield from assembled(tensor, info, self._blocks[tensor], read, limit, gap=0)
+        again = {block.key.key for tensor in divided for block in self._blocks[tensor]}  # for checksums
         for key in self._records:
             places = [place for place in self._places.get(key, ()) if place.tensor in wanted]
-            if places or key in turned:
+            if places or key in again:
                 yield from self._of(key, sorted(places), limit)
 
     def everything(self, limit: int) -> Iterator[Chunk]:
@@ -220,7 +204,7 @@ class RecordSource(Source):
             while passed < len(places) and self._end(places[passed]) <= low:
                 passed += 1
             for place in places[passed : bisect_right(begins, high - 1)]:
-                item = self._item(place)
+                item = self.tensors[place.tensor].item_bytes
                 first = max(0, low - place.offset) // item
                 last = min(place.length, (high - place.offset) // item)
                 if last > first:
@@ -228,30 +212,10 @@ class RecordSource(Source):
                     pieces.append(Fragment(place.tensor, place.start + first, last - first, at))
             yield Chunk(high - low, partial(self._read, key, low, high - low), tuple(pieces))
 
-    def _boxes(self, mosaic: Mosaic, limit: int) -> Iterator[Chunk]:
-        item = self._item(mosaic)
-        for box in boxes(mosaic.shape, max(1, limit // 3 // item)):  # three copies exist at once
-            ((start, length),) = stretches(box, mosaic.shape)
-            piece = Fragment(mosaic.tensor, start, length, 0)
-            yield Chunk(length * item, partial(self._read_mosaic, mosaic, box), (piece,))
-
-    def _item(self, place: Place | Mosaic) -> int:
-        return ITEM_BYTES[self.tensors[place.tensor].dtype]
-
     def _end(self, place: Place) -> int:
-        return place.offset + place.length * self._item(place)
+        return place.offset + place.length * self.tensors[place.tensor].item_bytes
 
-    def _read_mosaic(self, mosaic: Mosaic, box: Box, pages: memoryview) -> memoryview:
-        item = self._item(mosaic)
-        values = pages[: box.numel * item]
-        wanted = np.frombuffer(values, f"u{item}").reshape(box.sizes)
-        for part, common in mosaic.within(box):
-            read = partial(self._read_part, part, item)
-            room = wanted[common.seen_from(box).slices]
-            read_box(common.seen_from(part.box), part.stride, item, read, room)
-        return values
-
-    def _read_part(self, part: StoredBox, item: int, start: int, into: memoryview) -> None:
+    def _read_part(self, item: int, part: StoredBox, start: int, into: memoryview) -> None:
         """Fill `into` with a part's bytes, from its element `start` in memory on."""
         key = part.key
         at = key.record.offset + part.offset + start * item
@@ -278,7 +242,11 @@ class RecordSource(Source):
     def _held(self, key: Key) -> str:
         """The names of the tensors in a record, for an error message."""
         held = [self.tensors[place.tensor].name for place in self._places.get(key, ())]
-        held += [self.tensors[m.tensor].name for m in self._mosaics if any(p.key == key for p in m.parts)]
+        held += [
+            self.tensors[t].name
+            for t, blocks in self._blocks.items()
+            if any(b.key.key == key for b in blocks)
+        ]
         if not held:
             return "no weights"
         return some([repr(name) for name in held], 4)

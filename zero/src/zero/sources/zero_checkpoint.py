@@ -8,11 +8,10 @@ from pathlib import Path
 
 from zero.errors import CheckpointError
 from zero.files.boundary import typed
-from zero.files.boxes import Region, read_region
 from zero.files.manifest import (
+    CHECKSUM_BLOCK,
     Manifest,
     ParameterEntry,
-    Sized,
     Slice,
     TensorEntry,
     blocks_of,
@@ -20,7 +19,7 @@ from zero.files.manifest import (
     state_key,
 )
 from zero.files.reader import Checkpoint, find
-from zero.sources.source import Chunk, Fragment, Source, TensorInfo, TensorKind
+from zero.sources.source import Chunk, Fragment, Source, TensorInfo, TensorKind, assembled
 
 
 class ZeroSource(Source):
@@ -94,11 +93,8 @@ class ZeroSource(Source):
             for piece in entry.slices:
                 yield from self._slice(index, key, entry, piece, limit)
             return
-        step = max(1, limit // 2 // entry.item_bytes)  # two copies exist at once
-        for start in range(0, entry.numel, step):
-            nbytes = min(step, entry.numel - start) * entry.item_bytes
-            read = partial(self._read_whole, key, entry, start, nbytes)
-            yield Chunk(nbytes, read, (Fragment(index, start, nbytes // entry.item_bytes, 0),))
+        blocks = blocks_of(key, entry)
+        yield from assembled(index, entry, blocks, self.checkpoint.read, limit, gap=CHECKSUM_BLOCK)
 
     def _slice(
         self, index: int | None, key: str, entry: TensorEntry, piece: Slice, limit: int
@@ -114,13 +110,6 @@ class ZeroSource(Source):
 
     def _read(self, key: str, start: int, nbytes: int, pages: memoryview) -> memoryview:
         return self.checkpoint.read_around(key, start, nbytes, pages)
-
-    def _read_whole(self, key: str, entry: Sized, start: int, nbytes: int, pages: memoryview) -> memoryview:
-        """Elements in row-major order of a tensor that is stored in another, or in blocks."""
-        values, region = pages[:nbytes], Region.whole(entry.shape)
-        blocks = blocks_of(key, entry)
-        read_region(self.checkpoint.read, blocks, region, None, entry.item_bytes, start, values)
-        return values
 
 
 def _infos(manifest: Manifest, optimizer: bool) -> Iterator[tuple[str, TensorInfo]]:
