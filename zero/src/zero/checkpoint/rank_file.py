@@ -7,6 +7,7 @@ once, from front to back. Tensors that are not on the host pass through a buffer
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -107,14 +108,11 @@ def _stream(
     storage: Storage, accelerator: Accelerator, path: Path, layout: RankLayout, parts: Sequence[Part]
 ) -> bytes:
     """Write parts that may lie anywhere; returns the table of checksums."""
-    file = AppendedFile(storage, path, layout.size)
-    try:
+    with closing(AppendedFile(storage, path, layout.size)) as file:
         file.append(memoryview(layout.header))
         table = _write_parts(file, accelerator, parts)
         file.append(memoryview(table))
         file.finish()
-    finally:
-        file.close()
     return table
 
 
@@ -126,8 +124,7 @@ def _write_packed(
     first = empty_aligned(begin)
     first[:] = np.frombuffer(layout.header, np.uint8)
     table = bytearray()
-    file = storage.create(path, layout.size, direct=layout.size > CHUNK)
-    try:
+    with closing(storage.create(path, layout.size, direct=layout.size > CHUNK)) as file:
         file.write(0, [view_of(first)])
         written = summed = 0
         for part in parts:
@@ -146,21 +143,17 @@ def _write_packed(
         file.write(begin + written, [memory[written : -(-end // PAGE) * PAGE]])
         file.truncate(layout.size)
         file.sync()
-    finally:
-        file.close()
     return bytes(table)
 
 
 def _write_parts(file: AppendedFile, accelerator: Accelerator, parts: Sequence[Part]) -> bytes:
     """Write the parts one after another; returns the table of checksums, one for each block of each part."""
-    staging = HostCopies(accelerator)
     table = bytearray()
-    for chunk in _chunks(parts):
-        for values in staging.on_host(chunk):
-            for begin in range(0, values.nbytes, _CACHED):
-                run = values[begin : begin + _CACHED]
-                table += block_sums(run)
-                file.append(run)
+    for values in _on_host(accelerator, parts):
+        for begin in range(0, values.nbytes, _CACHED):
+            run = values[begin : begin + _CACHED]
+            table += block_sums(run)
+            file.append(run)
     return bytes(table)
 
 
@@ -180,30 +173,28 @@ def _chunks(parts: Sequence[Part]) -> Iterator[list[Segment]]:
         yield chunk
 
 
-class HostCopies:
-    """Provides the bytes of segments in host memory, copying those that are elsewhere."""
+def _on_host(accelerator: Accelerator, parts: Sequence[Part]) -> Iterator[memoryview]:
+    """The bytes of the parts in host memory, in order: views that are valid until the next one is asked for.
 
-    def __init__(self, accelerator: Accelerator) -> None:
-        self._accelerator = accelerator
-        self._buffer: Tensor | None = None
-
-    def on_host(self, chunk: Sequence[Segment]) -> list[memoryview]:
-        """One byte view for each segment, valid until the next call."""
+    What is elsewhere is copied, a chunk at a time.
+    """
+    buffer: Tensor | None = None
+    for chunk in _chunks(parts):
         views, used = [], 0
         for part, begin, end in chunk:
             item = part.values.element_size()
             values = part.values[begin // item : end // item]
             if isinstance(values, Stored) or values.device != HOST:
-                if self._buffer is None:
-                    self._buffer = self._accelerator.memory.empty_host((CHUNK,), torch.uint8)
-                staged = self._buffer[used : used + end - begin].view(values.dtype)
+                if buffer is None:
+                    buffer = accelerator.memory.empty_host((CHUNK,), torch.uint8)
+                staged = buffer[used : used + end - begin].view(values.dtype)
                 _copy(values, staged)
                 values = staged
                 used += end - begin
             views.append(bytes_of(values))
         if used:
-            self._accelerator.streams.synchronize()
-        return views
+            accelerator.streams.synchronize()
+        yield from views
 
 
 def _copy(values: Values, out: Tensor) -> None:
