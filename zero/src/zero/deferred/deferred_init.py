@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_map_only
 
 from accelz import HOST
 from zero.config.training import Config
@@ -32,8 +33,7 @@ from zero.deferred.recording import (
     Recording,
     allocate,
     each_in,
-    generator_state,
-    map_each,
+    generator_of,
     replay,
     storage_of,
 )
@@ -266,8 +266,8 @@ class _Recorder(TorchDispatchMode):
 
     def _draw(self, operation: Operation, func: Any, args: Any, kwargs: Any, result: Tensor) -> None:
         """Advance the generator as the real call would, and record its state before."""
-        operation.generator = kwargs.get("generator") or result.device
-        operation.state = generator_state(operation.generator)
+        operation.generator = kwargs.get("generator") or generator_of(result.device)
+        operation.state = operation.generator.get_state()
         scratch: dict[int, Tensor] = {}
 
         def stand_in(tensor: Tensor) -> Tensor:
@@ -277,7 +277,8 @@ class _Recorder(TorchDispatchMode):
                 scratch[id(tensor)] = torch.zeros_like(_meta(tensor), device=tensor.device)
             return scratch[id(tensor)]
 
-        func(*map_each(Tensor, stand_in, args), **map_each(Tensor, stand_in, kwargs))
+        args, kwargs = tree_map_only(Tensor, stand_in, (args, kwargs))
+        func(*args, **kwargs)
 
     def _really(self, func: Any, args: Any, kwargs: Any, hollow: Sequence[Tensor]) -> Any:
         """Run a call that cannot be deferred; its hollow inputs get their values now."""
@@ -293,7 +294,7 @@ class _Recorder(TorchDispatchMode):
 
     def _saved(self, value: Any) -> Any:
         """Return arguments as the recording keeps them: hollow tensors by reference, others by value."""
-        return map_each(
+        return tree_map_only(
             Tensor,
             lambda t: t.detach().clone() if self._recording.number(t) is None else self._reference(t),
             value,
@@ -320,12 +321,12 @@ def _meta(tensor: Tensor) -> Tensor:
 
 def _on_meta(func: Any, args: Any, kwargs: Any) -> Any:
     """Return the call's result as a meta tensor: shape, strides and dtype without values."""
-    kwargs = map_each(Tensor, _meta, kwargs)
+    args, kwargs = tree_map_only(Tensor, _meta, (args, kwargs))
     if "device" in kwargs:
         kwargs["device"] = torch.device("meta")
     kwargs.pop("generator", None)
     kwargs.pop("pin_memory", None)
-    return func(*map_each(Tensor, _meta, args), **kwargs)
+    return func(*args, **kwargs)
 
 
 def _hollow_like(shape: Tensor, device: torch.device) -> Tensor:

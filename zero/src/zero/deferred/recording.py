@@ -6,15 +6,16 @@ strides and offset, so aliases need no bookkeeping of their own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 import accelz
-from accelz import HOST
+from accelz import HOST, Rng
 
 T = TypeVar("T")
 
@@ -40,7 +41,7 @@ class Operation:
     output: Hollow | None
     touches: set[int]
     writes: set[int]
-    generator: torch.Generator | torch.device | None = None
+    generator: torch.Generator | Rng | None = None
     state: Tensor | None = None
 
 
@@ -139,51 +140,24 @@ def _run(operation: Operation, memory: dict[int, torch.UntypedStorage]) -> None:
         empty = torch.empty(0, dtype=reference.dtype, device=storage.device)
         return empty.set_(storage, reference.offset, reference.size, reference.stride)
 
-    args = map_each(Hollow, real, operation.args)
-    kwargs = map_each(Hollow, real, operation.kwargs)
+    args, kwargs = tree_map_only(Hollow, real, (operation.args, operation.kwargs))
     if operation.generator is None:
         value = operation.function(*args, **kwargs)
     else:
         assert operation.state is not None
-        now = generator_state(operation.generator)
-        _set_generator_state(operation.generator, operation.state)
+        now = operation.generator.get_state()
+        operation.generator.set_state(operation.state)
         value = operation.function(*args, **kwargs)
-        _set_generator_state(operation.generator, now)
+        operation.generator.set_state(now)
     if operation.output is not None:
         real(operation.output).copy_(value)
 
 
-def generator_state(source: torch.Generator | torch.device) -> Tensor:
-    if isinstance(source, torch.Generator):
-        return source.get_state()
-    return torch.get_rng_state() if source == HOST else accelz.current().rng.get_state()
-
-
-def _set_generator_state(source: torch.Generator | torch.device, state: Tensor) -> None:
-    if isinstance(source, torch.Generator):
-        source.set_state(state)
-    elif source == HOST:
-        torch.set_rng_state(state)
-    else:
-        accelz.current().rng.set_state(state)
+def generator_of(device: torch.device) -> torch.Generator | Rng:
+    """The default generator of a device."""
+    return torch.default_generator if device == HOST else accelz.current().rng
 
 
 def each_in(kind: type[T], value: Any) -> list[T]:
-    """Return the values of type `kind` among an operator's arguments.
-
-    Arguments are tensors, lists of tensors and plain values.
-    """
-    found: list[T] = []
-    map_each(kind, found.append, value)
-    return found
-
-
-def map_each(kind: type[T], function: Callable[[T], Any], value: Any) -> Any:
-    """Return an operator's arguments with `function` applied to those of type `kind`."""
-    if isinstance(value, kind):
-        return function(value)
-    if isinstance(value, (list, tuple)):
-        return type(value)(map_each(kind, function, v) for v in value)
-    if isinstance(value, dict):
-        return {k: map_each(kind, function, v) for k, v in value.items()}
-    return value
+    """Return the values of type `kind` among an operator's arguments."""
+    return [each for each in tree_leaves(value) if isinstance(each, kind)]
