@@ -20,9 +20,9 @@ from torch import Tensor, nn
 import zero
 from benchmarks.job import Job
 from benchmarks.result import Result, ratio, spread
-from zero.tiers.host_memory import bytes_of
 from zero.tiers.swap_file import PAGE, THREADS, TRANSFER_BLOCK, page_aligned_part
 from zero.tiers.tier import ON_DISK
+from zero.tiers.values import bytes_of
 
 GRAIN = 4 << 20  # elements of a layer, and of a record at world size 1
 RAW = "raw disk"

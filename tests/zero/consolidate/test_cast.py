@@ -9,7 +9,7 @@ from torch import Tensor
 import zero
 from zero.consolidate.cast import cast
 from zero.files.dtypes import TORCH
-from zero.tiers.host_memory import bytes_of
+from zero.tiers.values import bytes_of
 
 FLOATS = ["F64", "F32", "F16", "BF16"]
 

@@ -23,7 +23,7 @@ from tests.zero.helpers.layers import BATCH, LAYERS, WIDTH, build, one_step
 from tests.zero.helpers.loops import in_plain_loop
 from tests.zero.helpers.training import collect_all, collected
 from zero.memory.memory_report import MemoryReport, Sample, Use
-from zero.memory.snapshot import MemoryHistory
+from zero.memory.memory_tracer import MemoryHistory
 from zero.report.figures import X
 
 NUMBER = 4  # bytes of the loss

@@ -101,7 +101,7 @@ def test_no_room_on_one_rank_holds_up_no_other(cluster: Clusters, offload: Any) 
 
 def unreadable_body(context: Context, path: str, name: str) -> str:
     """Gradients are on disk, which fails on one rank."""
-    from zero.tiers.stored import Stored
+    from zero.tiers.values import Stored
 
     tiers = zero.Offload(optimizer="host", params="disk", gradients="disk", path=path)
     model = fresh()

@@ -26,11 +26,10 @@ from tests.zero.helpers.loops import train_on
 from tests.zero.helpers.models import fresh, language_loss
 from tests.zero.helpers.training import adamw
 from zero.tiers import swap_file
-from zero.tiers.host_memory import bytes_of
-from zero.tiers.record import Record
 from zero.tiers.split_master import LOWER, SplitMaster
 from zero.tiers.swap_file import PAGE, Section, SwapFile, page_aligned_part
-from zero.tiers.tier import ON_DISK
+from zero.tiers.tier import ON_DISK, Record
+from zero.tiers.values import bytes_of
 
 WIDTH, LAYERS = 128, 4
 LAYER = WIDTH * WIDTH

@@ -41,9 +41,7 @@ from zero.sharding.layout import ParameterSpec, Piece
 from zero.sharding.selection import Selection
 from zero.sharding.sharded_unit import ShardedUnit
 from zero.sharding.state_entries import entries_of
-from zero.tiers.joined import joined
-from zero.tiers.stored import Stored
-from zero.tiers.values import Values
+from zero.tiers.values import Stored, Values, joined
 from zero.warning import warn
 
 

@@ -22,9 +22,7 @@ from zero.files.manifest import CHECKSUM_BLOCK
 from zero.files.rank_layout import RankLayout, Stretch, block_sums
 from zero.files.storage import PAGE, Storage
 from zero.files.stream import CHUNK, AppendedFile, empty_aligned, view_of
-from zero.tiers.host_memory import bytes_of
-from zero.tiers.stored import Stored
-from zero.tiers.values import Values
+from zero.tiers.values import Stored, Values, bytes_of
 
 _CACHED = 4 * CHECKSUM_BLOCK  # bytes read for checksums, then copied while still in the processor's cache
 _PACKED = 2 * CHUNK  # bytes of packed parts per write; larger than CHUNK, as only one write is under way

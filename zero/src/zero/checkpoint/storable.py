@@ -17,7 +17,7 @@ from zero.loading.together import Together
 from zero.optimizer.piece_state import is_elementwise
 from zero.optimizer.state_size import first_states
 from zero.optimizer.wrapped_state import described, inner_tensors, is_wrapper
-from zero.tiers.stored import Stored
+from zero.tiers.values import Stored
 
 
 def check_first_states(

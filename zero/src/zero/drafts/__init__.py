@@ -2,7 +2,6 @@
 
 Modules, lowest first:
 
-offload_fit             what the tiers refuse
 spans                   what lies where in memory
 reached                 what a model reaches
 holders                 what else holds an object

@@ -5,22 +5,25 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from zero.config.training import Config
-from zero.drafts.offload_fit import check_offload
+from accelz import HOST
+from zero.config.training import Config, dtype_named
 from zero.errors import ConfigError, OptimizerError, some
 from zero.optimizer.checks import check_optimizer
-from zero.optimizer.joint import joint, members
+from zero.optimizer.joint import joint, members, name_of
+from zero.optimizer.kernel_rules import SERVED, rule_for
 from zero.optimizer.stepping import Stepping, steppings
 from zero.sharding.autocast import cast_before_use
 from zero.sharding.distributed import divided_along, is_distributed, local_of
 from zero.sharding.exact import exact_parameters
 from zero.sharding.forms import with_tensors_inside
 from zero.sharding.local import local_parameters
-from zero.sharding.units import UnitPlan, find_units
-from zero.sharding.units_by_use import split_by_use
+from zero.sharding.units import UnitPlan, find_units, split_by_use
+from zero.tiers.tier import wanted
+from zero.warning import warn
 
 
 @dataclass(frozen=True)
@@ -55,12 +58,12 @@ def prepare(
     optimizer: Optimizer | Sequence[Optimizer] | None,
     config: Config,
     for_graphs: bool,
-    dims: Collection[str] = (),
+    has_mesh: bool,
 ) -> Prepared:
     """Examine model, optimizer and settings; raise ConfigError or OptimizerError if they do not fit together.
 
-    for_graphs: make the units of compiled training, if the settings ask for it. dims: of the job's mesh, if
-    there is one. Warnings name the line that called this function's caller.
+    for_graphs: make the units of compiled training, if the settings ask for it. has_mesh: the program gives
+    one. Warnings name the line that called this function's caller.
     """
     plans = find_units(model, config.units, config.persistent_below)
     in_graphs = for_graphs and config.compile is not None and not with_tensors_inside(model)
@@ -70,18 +73,28 @@ def prepare(
     distributed = {p: frozenset(divided_along(p)) for p in model.parameters() if is_distributed(p)}
     around = {p for p in model.parameters() if local_of(p) is not p}
     castable = cast_before_use(model, config) - exact - around
-    optimizer = joint(optimizer)
-    param_group_of = check_optimizer(optimizer, model, config)
-    check_offload(model, optimizer, config)
-    ways, apart = steppings(optimizer, config), local_parameters(model, config)
+    optimizer, apart = joint(optimizer), local_parameters(model, config)
+    param_group_of, ways = examine_optimizer(optimizer, model, config, has_mesh)
     for parameter, along in distributed.items():
-        if along and dims:
+        if along and has_mesh:
             apart[parameter] = apart.get(parameter, frozenset()) | along
-    check_blocks(model, optimizer, config, bool(dims))
     return Prepared(plans, exact, castable, optimizer, param_group_of, ways, apart)
 
 
-def check_blocks(model: nn.Module, optimizer: Optimizer, config: Config, has_mesh: bool) -> None:
+def examine_optimizer(
+    optimizer: Optimizer, model: nn.Module, config: Config, has_mesh: bool
+) -> tuple[dict[nn.Parameter, int], dict[nn.Parameter, Stepping]]:
+    """The param group of each of the optimizer's parameters, and how it is stepped; see `Prepared`.
+
+    Raises OptimizerError or ConfigError if the engine cannot take the optimizer.
+    """
+    param_group_of = check_optimizer(optimizer, model, config)
+    _check_offload(model, optimizer, config)
+    _check_blocks(model, optimizer, config, has_mesh)
+    return param_group_of, steppings(optimizer, config)
+
+
+def _check_blocks(model: nn.Module, optimizer: Optimizer, config: Config, has_mesh: bool) -> None:
     """Raise OptimizerError if blocks of DTensors are to be stepped as whole parameters, and cannot be put
     together for that."""
     names = {parameter: name for name, parameter in model.named_parameters()}
@@ -94,6 +107,46 @@ def check_blocks(model: nn.Module, optimizer: Optimizer, config: Config, has_mes
             raise OptimizerError(_TURNED.format(kind=kind, blocks=some(turned)))
         if begun := [names[p] for p in divided if each.state.get(p)]:
             raise OptimizerError(_BEGUN.format(kind=kind, blocks=some(begun)))
+
+
+def _check_offload(model: nn.Module, optimizer: Optimizer, config: Config) -> None:
+    """Raise ConfigError for offload that is not possible."""
+    for each in members(optimizer):
+        if rule_for(each) is None:
+            _check_self_stepping(each, config)
+    if config.offload.compact and not _has_split_masters(model, config):
+        raise ConfigError(
+            "Offload(compact=True) splits masters of trainable bf16 parameters, but the model has none: set "
+            "precision='bf16', or keep compact=False"
+        )
+
+
+def warn_of_nothing_to_move(config: Config, device: torch.device, rank: int) -> None:
+    """Warn about automatic offload on a device that is the host. rank: this rank's number in the job."""
+    if config.offload.measured and device.type == HOST.type:
+        warn(
+            "offload='auto' has nothing to move: on this device everything is already in host memory",
+            rank=rank,
+        )
+
+
+def _check_self_stepping(optimizer: Optimizer, config: Config) -> None:
+    """Raise ConfigError if an optimizer that steps itself is to step from disk or on a visit."""
+    serves = (
+        f"serves optimizers that kernels step: {', '.join(kind.__name__ for kind in SERVED)}. This "
+        f"{name_of(optimizer)} steps its own"
+    )
+    if wanted(config.offload, "optimizer").stored:
+        raise ConfigError(
+            f"Offload(optimizer='disk') {serves} tensors, which must be in memory: set optimizer='host'"
+        )
+    if config.offload.streams:
+        raise ConfigError(f"Offload(step='device') {serves} tensors, all at once: set step='host'")
+
+
+def _has_split_masters(model: nn.Module, config: Config) -> bool:
+    trainable = (p for p in model.parameters() if p.requires_grad and p.is_floating_point())
+    return any((dtype_named(config.precision) or p.dtype) is torch.bfloat16 for p in trainable)
 
 
 _NO_MESH = (

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -15,10 +16,9 @@ from zero.communication.quantised import block_of
 from zero.config.training import Config, dtype_named
 from zero.drafts.preparation import Prepared
 from zero.gradients.group_gradients import GradientPolicy
-from zero.optimizer.routes import share_out
-from zero.optimizer.stepping import GroupStepping, Stepping, of_unknown
+from zero.optimizer.stepping import Stepping, of_unknown, stepping_ranks
 from zero.sharding import layout
-from zero.sharding.distributed import blocks_of, local_of
+from zero.sharding.distributed import local_of
 from zero.sharding.gather_format import GatherOptions
 from zero.sharding.layout import ParameterSpec
 from zero.sharding.own_codes import code_dtype
@@ -57,10 +57,6 @@ class GroupDraft:
     shard_numel: int
     placement: Placement
     stepped_by: tuple[int, ...] | None
-
-    @property
-    def stepping(self) -> GroupStepping:
-        return GroupStepping(self.kind.stepping.rule, self.stepped_by, self.kind.stepping.across)
 
 
 @dataclass(frozen=True)
@@ -146,22 +142,14 @@ def draft_units(
     def shards(kind: GroupKind) -> int:
         return sharing(kind.apart) if config.stage > 0 else 1
 
-    kinds = [(kind, named) for cut in cuts for kind, named in cut.groups.items()]
-    parts = [
-        (p, shards(kind) * blocks_of(p) if kind.stepping.across else shards(kind))
-        for kind, named in kinds
-        if kind.stepping.whole and kind.trainable
-        for _, p in named
-    ]
-    stepped_by = share_out((p, p.numel(), count) for p, count in parts if count > 1)
-    beside = _StateBeside(stepped_by, moments, shards)
+    kinds = [(kind, named, cut.whole) for cut in cuts for kind, named in cut.groups.items()]
+    stepped_by = stepping_ranks(
+        (kind.stepping, shards(kind), [p for _, p in named]) for kind, named, _ in kinds
+    )
     policy = GradientPolicy.of(config, sharing(frozenset()))
-    candidates = [
-        _candidate(kind, named, policy, beside, cut.whole)
-        for cut in cuts
-        for kind, named in cut.groups.items()
-    ]
-    placed = zip(candidates, placer.place(candidates), strict=True)  # in the order of units and groups
+    beside = partial(_state_beside, stepped_by, moments)
+    requests = [_request(kind, named, whole, shards(kind), policy, beside) for kind, named, whole in kinds]
+    placed = zip(requests, placer.place(requests), strict=True)  # in the order of units and groups
     return [
         UnitDraft(
             cut.plan,
@@ -179,12 +167,12 @@ def _draft(
     kind: GroupKind,
     named: list[Named],
     shared_by: int,
-    candidate: PlacementRequest,
+    request: PlacementRequest,
     placement: Placement,
     stepped_by: Mapping[nn.Parameter, int],
 ) -> GroupDraft:
     ranks = tuple(stepped_by[p] for _, p in named if p in stepped_by)
-    return GroupDraft(tuple(named), kind, shared_by, candidate.shard_numel, placement, ranks or None)
+    return GroupDraft(tuple(named), kind, shared_by, request.shard_numel, placement, ranks or None)
 
 
 def reserve_disk(
@@ -218,19 +206,20 @@ def _target_dtype(parameter: nn.Parameter, config: Config, exact: Collection[nn.
     return dtype if dtype and parameter.is_floating_point() and parameter not in exact else parameter.dtype
 
 
-def _candidate(
+def _request(
     kind: GroupKind,
     named: Sequence[Named],
-    policy: GradientPolicy,
-    beside: _StateBeside,
     resident: bool,
+    shards: int,
+    policy: GradientPolicy,
+    state_beside: Callable[[GroupKind, Sequence[Named], int, int], tuple[int, ...]],
 ) -> PlacementRequest:
     local = [(name, local_of(parameter)) for name, parameter in named]
     specs = [ParameterSpec(name, tuple(p.shape), p.stride(), p.numel()) for name, p in local]
     item, rule = kind.dtype.itemsize, kind.stepping.rule
     moments = () if rule is None else rule.columns(at_least_fp32(kind.dtype))
     block = max(block_of(kind.gather_options.quant_dtype), longest_block(moments))
-    numel = layout.plan(specs, beside.shards(kind), item, block).shard_numel
+    numel = layout.plan(specs, shards, item, block).shard_numel
     return PlacementRequest(
         numel,
         item,
@@ -239,42 +228,36 @@ def _candidate(
         resident,
         moments=moments,
         divisible=rule is not None,
-        beside=beside.of(kind, named, numel),
+        beside=state_beside(kind, named, numel, shards),
     )
 
 
-class _StateBeside:
-    """The state that the user's optimizer keeps for groups that no kernel serves.
+def _state_beside(
+    stepped_by: Mapping[nn.Parameter, int],
+    moments: Mapping[nn.Parameter, float],
+    kind: GroupKind,
+    named: Sequence[Named],
+    shard_numel: int,
+    shards: int,
+) -> tuple[int, ...]:
+    """The bytes of state that each rank keeps for a group that the user's optimizer steps itself; empty if
+    none, or if `moments` is empty.
 
-    stepped_by: the ranks of parameters that are stepped whole. moments: as in `draft_units`. shards: how many
-    slices a group has.
+    stepped_by: the ranks of parameters that are stepped whole. moments: as in `draft_units`.
     """
-
-    def __init__(
-        self,
-        stepped_by: Mapping[nn.Parameter, int],
-        moments: Mapping[nn.Parameter, float],
-        shards: Callable[[GroupKind], int],
-    ) -> None:
-        self._stepped_by = stepped_by
-        self._moments = moments
-        self.shards = shards
-
-    def of(self, kind: GroupKind, named: Sequence[Named], shard_numel: int) -> tuple[int, ...]:
-        """Return the bytes that each rank keeps for a group; empty if none, or if `moments` is empty."""
-        if kind.stepping.rule is not None or not kind.trainable or not self._moments:
-            return ()
-        wide, ranks = max(kind.dtype.itemsize, 4), self.shards(kind)
-        kept = {parameter: self._moments.get(parameter, 0) for _, parameter in named}
-        if not kind.stepping.whole and ranks > 1:
-            return (shard_numel * math.ceil(max(kept.values())) * wide,) * ranks
-        found = Counter[int]()
-        for parameter, values in kept.items():
-            elements = (parameter if kind.stepping.across else local_of(parameter)).numel()
-            found[self._stepped_by.get(parameter, 0)] += math.ceil(elements * values) * wide
-        if kind.stepping.across:  # of the ranks that have the same slices of other blocks, the one with most
-            return (max(found.values()),) * ranks
-        return tuple(found[rank] for rank in range(ranks))
+    if kind.stepping.rule is not None or not kind.trainable or not moments:
+        return ()
+    wide = max(kind.dtype.itemsize, 4)
+    kept = {parameter: moments.get(parameter, 0) for _, parameter in named}
+    if not kind.stepping.whole and shards > 1:
+        return (shard_numel * math.ceil(max(kept.values())) * wide,) * shards
+    found = Counter[int]()
+    for parameter, values in kept.items():
+        elements = (parameter if kind.stepping.across else local_of(parameter)).numel()
+        found[stepped_by.get(parameter, 0)] += math.ceil(elements * values) * wide
+    if kind.stepping.across:  # of the ranks that have the same slices of other blocks, the one with most
+        return (max(found.values()),) * shards
+    return tuple(found[rank] for rank in range(shards))
 
 
 def _partition(

@@ -14,7 +14,7 @@ from zero.files.dtypes import TORCH
 from zero.files.manifest import Sized, blocks_of
 from zero.files.stream import CHUNK
 from zero.files.value_forms import decode
-from zero.tiers.host_memory import bytes_of
+from zero.tiers.values import bytes_of
 
 TURNED = 1 << 28  # bytes staged at once where memory orders differ; each time all of a tensor may be read
 

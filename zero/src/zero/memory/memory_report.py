@@ -11,8 +11,7 @@ from typing import Any
 
 from zero.config.paths import as_path
 from zero.report import timeline
-from zero.tiers.device_bytes import DeviceBytes
-from zero.tiers.tracer import PhaseName
+from zero.tiers.device_bytes import DeviceBytes, PhaseName
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from typing import Any
 
 import torch
 
@@ -14,17 +15,16 @@ from zero.config.sizes import human
 from zero.gradients.group_gradients import GroupGradients
 from zero.gradients.reducer import GradientReducer
 from zero.memory.memory_report import MemoryReport, Sample
-from zero.memory.snapshot import MemoryHistory
 from zero.observe.observation import Observation
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
 from zero.sharding.sharded_unit import ShardedUnit
-from zero.tiers.device_bytes import DeviceBytes
-from zero.tiers.tracer import PhaseName
+from zero.tiers.device_bytes import DeviceBytes, PhaseName
 
 LOOK_EVERY = 1.0
 """Seconds, at least."""
 LOOK_SHARE = 1000
 """The least time between looks, in times of what one takes."""
+_ENTRIES = 100_000  # allocations and frees that are kept, with the lines of the program that led to them
 
 
 class MemoryTracer:
@@ -165,3 +165,35 @@ class MemoryTracer:
             gradients = optimizer.self_stepping.gradient_bytes
             held += DeviceBytes(gradients=gradients, optimizer=optimizer.bytes_beside_records())
         return held
+
+
+class MemoryHistory:
+    """torch's own record of allocations on a device, while a step is followed; nothing where torch keeps none.
+
+    What it returns is pickled for https://pytorch.org/memory_viz.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        memory: Any = getattr(torch.get_device_module(device), "memory", None)
+        there = all(hasattr(memory, name) for name in ("_record_memory_history", "_snapshot"))
+        self._memory = memory if there else None
+        self._begun = False  # a record that the program has begun is its own
+
+    def begin(self) -> None:
+        if self._memory is not None:
+            self._memory._record_memory_history(max_entries=_ENTRIES)
+            self._begun = True
+
+    def end(self) -> dict[str, Any] | None:
+        """What has been recorded since `begin`; None for nothing."""
+        if self._memory is None or not self._begun:
+            return None
+        found: dict[str, Any] = self._memory._snapshot()
+        self.drop()
+        return found
+
+    def drop(self) -> None:
+        """Stop the record that has begun here, if any."""
+        if self._memory is not None and self._begun:
+            self._memory._record_memory_history(enabled=None)
+            self._begun = False

@@ -4,10 +4,11 @@ Modules, lowest first:
 
 joint                   several optimizers as one
 lion, kernel_rules      which optimizers a kernel serves, and with what state; Lion, which torch lacks
+routes                  which rank steps a whole parameter, and what travels there and back
 stepping, checks        how each parameter is stepped; which optimizers are accepted
 wrapped_state           state that wraps other tensors: described, and restored
 piece_state, state_size what an optimizer keeps for a piece, and how much
-routes, blocks          which rank steps a whole parameter, and what travels there and back; where blocks are
+blocks                  where blocks of whole parameters are
 stepped, pieces         the sub-groups with this rank's pieces; pieces as tensors
 installed               what the user's optimizer object holds: pieces, and views of their state
 group_step              one sub-group's step by a kernel

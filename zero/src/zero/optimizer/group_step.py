@@ -12,7 +12,7 @@ from torch import Tensor
 from accelz import Kernels
 from zero.optimizer.kernel_rules import take_step
 from zero.optimizer.stepped import SteppedSubGroup
-from zero.tiers.record import Opened
+from zero.tiers.tier import Opened
 
 SCRATCH = 8  # fp32 values that a kernel may need beside each element it works on
 

@@ -18,9 +18,8 @@ from zero.optimizer.pieces import shaped, show, sliced
 from zero.optimizer.stepped import SteppedPiece, SteppedSubGroup
 from zero.sharding.flat_group import FlatGroup
 from zero.tiers.coded import Coded
-from zero.tiers.record import Record
-from zero.tiers.stored import Stored
-from zero.tiers.values import Values
+from zero.tiers.tier import Record
+from zero.tiers.values import Stored, Values
 
 PieceStates = list[tuple[SteppedPiece, dict[str, Any]]]
 

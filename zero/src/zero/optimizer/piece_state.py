@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from zero.optimizer.wrapped_state import is_wrapper, kept_tensors, moved_wrapper
-from zero.tiers.stored import Stored
-from zero.tiers.values import Values
+from zero.tiers.values import Stored, Values
 
 
 def is_elementwise(key: str, value: Values, parameter: nn.Parameter) -> bool:

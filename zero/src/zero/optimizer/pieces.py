@@ -16,9 +16,9 @@ from zero.optimizer.routes import Blocks, Routes, route
 from zero.optimizer.stepped import SteppedPiece, SteppedSubGroup
 from zero.optimizer.stepping import GroupStepping
 from zero.sharding.flat_group import FlatGroup
-from zero.sharding.guard import NAME_ATTRIBUTE, REASON_ATTRIBUTE, guard
+from zero.sharding.guard import NAME_ATTRIBUTE, REASON_ATTRIBUTE, ShardedParameter
 from zero.sharding.layout import ParameterSpec, Piece
-from zero.tiers.stored import Stored
+from zero.tiers.values import Stored
 
 
 def stepped_sub_groups(
@@ -84,7 +84,7 @@ def show(stepped: SteppedSubGroup, piece: SteppedPiece) -> None:
     them raises an error that says so."""
     bind(piece, piece_of_master(stepped, piece.piece))
     if piece.parameter.is_meta:
-        guard([piece.parameter])
+        piece.parameter.__class__ = ShardedParameter
 
 
 def bind(piece: SteppedPiece, values: Tensor) -> None:

@@ -16,8 +16,8 @@ from zero.optimizer.stepped import SteppedSubGroup
 from zero.optimizer.streamed_record import Residence, StreamedRecord
 from zero.sharding.sharded_unit import ShardedUnit
 from zero.sharding.sub_group import SubGroup
-from zero.tiers.record import Opened
 from zero.tiers.stores import Stores
+from zero.tiers.tier import Opened
 
 STREAM_WINDOW = 3
 

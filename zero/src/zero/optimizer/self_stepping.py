@@ -26,9 +26,9 @@ from zero.optimizer.stepped import StepGradients, SteppedSubGroup, Turn
 from zero.optimizer.taken_over import own_step
 from zero.ranges import in_range
 from zero.sharding.stand_in import PieceGradient, StandIns
+from zero.tiers.device_bytes import Tracer
 from zero.tiers.room import room_for
 from zero.tiers.stores import Stores
-from zero.tiers.tracer import Tracer
 from zero.tiers.values import Values, fetch
 from zero.tiers.weight_writer import WeightWriter
 

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Container, Generator, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from accelz import HOST
 from zero.communication.communicator import Communicator
 from zero.errors import OptimizerError, UsageError
+from zero.gradients.group_gradients import GroupGradients
 from zero.optimizer.group_step import Factors, step_sub_group
 from zero.optimizer.installed import InstalledPieces
 from zero.optimizer.joint import JointOptimizer, members, name_of
@@ -32,15 +33,14 @@ from zero.optimizer.kernel_rules import Rule, is_wrapped, rule_for
 from zero.optimizer.pieces import stepped_sub_groups
 from zero.optimizer.record_streamer import RecordStreamer
 from zero.optimizer.self_stepping import SelfStepping
-from zero.optimizer.stepped import StepGradients, SteppedSubGroup, StepSlice, Turn
+from zero.optimizer.stepped import StepGradients, SteppedSubGroup, Turn
 from zero.optimizer.stepping import GroupStepping
 from zero.ranges import ranged
 from zero.sharding.flat_group import FlatGroup
-from zero.tiers.record import Opened
+from zero.tiers.device_bytes import Tracer
 from zero.tiers.room import room_for
 from zero.tiers.stores import Stores
-from zero.tiers.tier import Tier
-from zero.tiers.tracer import Tracer
+from zero.tiers.tier import Opened, Tier
 from zero.tiers.values import lasting
 from zero.tiers.weight_writer import WeightWriter
 
@@ -98,13 +98,14 @@ class ShardedOptimizer:
         for each in {optimizer, *members(optimizer)}:
             each.register_step_pre_hook(_callers_check(self))
 
-    def of(self, optimizer: Optimizer, gradients: Sequence[StepGradients]) -> Sequence[StepGradients]:
+    def of(self, optimizer: Optimizer, gradients: Iterable[GroupGradients]) -> list[StepGradients]:
         """The part of these gradients that one optimizer steps; all, where it is the only one or has joined
         all."""
+        every = [StepGradients(have.group, have.used, have.slice) for have in gradients]
         if optimizer is self.optimizer:
-            return gradients
+            return every
         owned = self._owned(optimizer)
-        parts = (_Part(have, self._indices_of(have.group, owned)) for have in gradients)
+        parts = (replace(have, used=have.used & self._indices_of(have.group, owned)) for have in every)
         return [part for part in parts if part.used]
 
     def _owned(self, *optimizers: Optimizer) -> set[int]:
@@ -297,26 +298,6 @@ class ShardedOptimizer:
         groups, kernels = self.optimizer.param_groups, self._stores.kernels(device)
         written = step_sub_group(stepped, have.used, groups, kernels, state, gradient, factors, writer.narrow)
         writer.deliver(written, factors.skip)
-
-
-@dataclass(frozen=True)
-class _Part:
-    """The gradients of some of a group's parameters, and no other gradients. mine: these, by index."""
-
-    whole: StepGradients
-    mine: set[int]
-
-    @property
-    def group(self) -> FlatGroup:
-        return self.whole.group
-
-    @property
-    def used(self) -> set[int]:
-        return self.whole.used & self.mine
-
-    @property
-    def slice(self) -> StepSlice:
-        return self.whole.slice
 
 
 def _between_hooks(optimizers: Sequence[Optimizer], step: Callable[[], None]) -> None:

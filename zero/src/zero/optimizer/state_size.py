@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -64,10 +64,7 @@ def first_states(optimizer: Optimizer) -> Iterator[tuple[nn.Parameter, nn.Parame
     for each in members(optimizer):
         if is_known(each):
             continue
-        groups = enumerate(group["params"] for group in each.param_groups)
-        keys = {p: (index, _square(local_of(p).shape)) for index, group in groups for p in group}
-        made = {key: _stand_in(key[1], torch.float32) for key in keys.values()}
-        stand_ins = {p: made[key] for p, key in keys.items()}
+        stand_ins = _shared_stand_ins(each, lambda p: _square(local_of(p).shape), torch.float32)
         try:
             states = _stepped(each, stand_ins)
         except OptimizerError:
@@ -99,7 +96,8 @@ def _moments_after_a_step(optimizer: Optimizer, dtype: torch.dtype | None) -> di
 
 def _in_blocks(optimizer: Optimizer, dtype: torch.dtype | None) -> dict[nn.Parameter, float]:
     """The same for those of the parameters whose state is in 8 bits or fewer."""
-    smaller, larger = (_alike_stand_ins(optimizer, dtype, turn) for turn in range(2))
+    smaller = _shared_stand_ins(optimizer, lambda p: _alike(p.shape, LARGE), dtype)
+    larger = _shared_stand_ins(optimizer, lambda p: _alike(p.shape, LARGE * 2), dtype)
     before, after = _packed_bytes(optimizer, smaller), _packed_bytes(optimizer, larger)
     found = {}
     for p, small in smaller.items():
@@ -111,15 +109,15 @@ def _in_blocks(optimizer: Optimizer, dtype: torch.dtype | None) -> dict[nn.Param
     return found
 
 
-def _alike_stand_ins(
-    optimizer: Optimizer, dtype: torch.dtype | None, turn: int
+def _shared_stand_ins(
+    optimizer: Optimizer, shape_of: Callable[[nn.Parameter], tuple[int, ...]], dtype: torch.dtype | None
 ) -> dict[nn.Parameter, nn.Parameter]:
-    """Stand-ins in the shapes of `_alike`; parameters of a param group that have the same shape share one."""
+    """Stand-ins in these shapes; parameters of a param group that have the same shape share one."""
     made: dict[Any, nn.Parameter] = {}
     found = {}
     for index, group in enumerate(optimizer.param_groups):
         for p in group["params"]:
-            key = index, _alike(p.shape, turn), dtype or p.dtype
+            key = index, shape_of(p), dtype or p.dtype
             if key not in made:
                 made[key] = _stand_in(*key[1:])
             found[p] = made[key]
@@ -139,13 +137,13 @@ def _packed_bytes(
     }
 
 
-def _alike(shape: Sequence[int], turn: int) -> tuple[int, ...]:
+def _alike(shape: Sequence[int], least: int) -> tuple[int, ...]:
     """The shape of a stand-in that is divisible by blocks as a parameter is: the parameter's own if that is
-    small, else one of two sizes, with as many dimensions."""
+    small, else one of at least so many elements, with as many dimensions."""
     numel = math.prod(shape)
     if numel <= LARGE * 2:
         return tuple(shape)
-    like = LARGE * (1 + turn) + numel % LARGEST_BLOCK
+    like = least + numel % LARGEST_BLOCK
     return (*[1] * (len(shape) - 1), like)
 
 

@@ -5,42 +5,27 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from torch import Tensor, nn
 
 from accelz import Group
+from zero.gradients.reduced_slice import ReducedSlice
 from zero.optimizer.kernel_rules import Rule
 from zero.optimizer.routes import Routes
 from zero.sharding.alterations import versions_of
 from zero.sharding.flat_group import FlatGroup
 from zero.sharding.layout import ParameterSpec, Piece
 from zero.sharding.sub_group import SubGroup
-from zero.tiers.record import Record
-from zero.tiers.values import Values
+from zero.tiers.tier import Record
 
 
-class StepSlice(Protocol):
-    """This rank's slice of a group's reduced gradients. present: whether there is one."""
+@dataclass(frozen=True)
+class StepGradients:
+    """The gradients that a group is stepped with: those of the parameters `used`, by index, in `slice`."""
 
-    @property
-    def present(self) -> bool: ...
-
-    def get(self) -> Values:
-        """The gradient, (shard_numel,), in its tier; waits for one that is on its way."""
-
-
-class StepGradients(Protocol):
-    """The gradients that a group is stepped with. used: the parameters that have one, by index."""
-
-    @property
-    def group(self) -> FlatGroup: ...
-
-    @property
-    def used(self) -> set[int]: ...
-
-    @property
-    def slice(self) -> StepSlice: ...
+    group: FlatGroup
+    used: set[int]
+    slice: ReducedSlice
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -11,7 +11,9 @@ from torch.optim import Optimizer
 from zero.config.training import Config
 from zero.optimizer.joint import members
 from zero.optimizer.kernel_rules import RULES, SERVED, Rule, rule_for
-from zero.sharding.distributed import divided_along
+from zero.optimizer.routes import share_out
+from zero.sharding.distributed import blocks_of, divided_along
+from zero.sharding.flat_group import FlatGroup
 
 LOOKS_AT_MATRICES = {"Adafactor", "Muon"}
 
@@ -65,6 +67,36 @@ def of_unknown(known: dict[nn.Parameter, Stepping], config: Config) -> Stepping:
 def ways_of(parameters: Iterable[nn.Parameter], known: Mapping[nn.Parameter, Stepping]) -> set[Stepping]:
     """How these parameters are stepped, those that an optimizer knows."""
     return {known[parameter] for parameter in parameters if parameter in known}
+
+
+def group_steppings(
+    groups: Sequence[FlatGroup], known: dict[nn.Parameter, Stepping], config: Config
+) -> dict[FlatGroup, GroupStepping]:
+    """How trainable groups are stepped, each in one way. known: how parameters are; empty if nothing is."""
+    others = of_unknown(known, config) if known else Stepping()
+    kinds = {group: next(iter(ways_of(group.parameters, known)), others) for group in groups}
+    by = stepping_ranks((way, group.shards, group.parameters) for group, way in kinds.items())
+    return {
+        group: GroupStepping(way.rule, tuple(by[p] for p in group.parameters if p in by) or None, way.across)
+        for group, way in kinds.items()
+    }
+
+
+def stepping_ranks(
+    groups: Iterable[tuple[Stepping, int, Sequence[nn.Parameter]]],
+) -> dict[nn.Parameter, int]:
+    """Which rank steps each parameter that is stepped whole, of those that have parts of it; none of
+    parameters that one rank has.
+
+    groups: all of a model: how each is stepped, in how many slices it is, and its parameters.
+    """
+    parts = [
+        (p, slices * blocks_of(p) if way.across else slices)
+        for way, slices, parameters in groups
+        if way.whole
+        for p in parameters
+    ]
+    return share_out((p, p.numel(), count) for p, count in parts if count > 1)
 
 
 def _of(optimizer: Optimizer, config: Config) -> Stepping:

@@ -12,10 +12,9 @@ from accelz import Event
 from zero.optimizer.stepped import SteppedSubGroup
 from zero.ranges import in_range
 from zero.tiers.carrier import Carrier
-from zero.tiers.record import Opened, Record
 from zero.tiers.room import allocate
 from zero.tiers.stores import Stores
-from zero.tiers.tier import ON_DEVICE
+from zero.tiers.tier import ON_DEVICE, Opened, Record
 
 
 class Residence(Enum):

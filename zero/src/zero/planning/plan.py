@@ -103,7 +103,7 @@ def plan(
         raise UsageError(f"autocast must be {', '.join(map(str, AUTOCAST))} or None, got {autocast!r}")
     check_model(model, shapes_only=True)
     _check_dtypes(model, config)
-    prepared = prepare(model, optimizer, config, for_graphs=False, dims=grid.names if grid.told else ())
+    prepared = prepare(model, optimizer, config, for_graphs=False, has_mesh=grid.told)
     moments = moments_of(prepared.optimizer, dtype_named(config.precision))
     placer = Placer(config.offload, ON_HOST)
     drafts = draft_units(prepared, config, placer, lambda apart: grid.size(grid.shards - apart), moments)

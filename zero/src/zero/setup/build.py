@@ -18,8 +18,7 @@ from zero.communication.communicator import Communicator
 from zero.communication.mesh import Meshes
 from zero.config.training import Config
 from zero.drafts.checks import check_count, how_stepped
-from zero.drafts.offload_fit import check_offload
-from zero.drafts.preparation import check_blocks
+from zero.drafts.preparation import examine_optimizer
 from zero.engine import Engine
 from zero.errors import UsageError
 from zero.gradients.factor import GradientFactor
@@ -32,17 +31,14 @@ from zero.memory.balance import AutoPlacementPolicy
 from zero.memory.memory_tracer import MemoryTracer
 from zero.memory.placement_policy import StaticPlacementPolicy
 from zero.optimizer.blocks import ranks_with_blocks
-from zero.optimizer.checks import check_optimizer
 from zero.optimizer.hyper_parameters import scheduled
 from zero.optimizer.joint import joint, members
-from zero.optimizer.routes import share_out
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
 from zero.optimizer.state_offload import StateOffload
-from zero.optimizer.stepping import GroupStepping, Stepping, of_unknown, steppings, ways_of
+from zero.optimizer.stepping import Stepping, group_steppings, of_unknown, ways_of
 from zero.optimizer.taken_over import let_go, take_over
+from zero.setup.build_units import regrouped
 from zero.setup.no_sync import offer_no_sync
-from zero.setup.regroup import regrouped
-from zero.sharding.distributed import blocks_of
 from zero.sharding.flat_group import FlatGroup
 from zero.sharding.lifetime import weakly
 from zero.sharding.moves import guard_moves
@@ -76,19 +72,16 @@ class Sharded:
         return [group for unit in self.units for group in unit.groups if group.trainable]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Stepper:
-    """What steps a model. param_group_of: the index of each parameter's param group. stepping: how each
-    trainable group is stepped."""
-
-    optimizer: Optimizer
-    param_group_of: dict[nn.Parameter, int]
-    stepping: Mapping[FlatGroup, GroupStepping]
-
-
-def build_engine(model: nn.Module, sharded: Sharded, stepper: Stepper) -> Engine:
-    """Make the parts of an engine, and the engine; collective."""
-    engine = Engine(**_parts(model, sharded, stepper, None))
+def build_engine(
+    model: nn.Module,
+    sharded: Sharded,
+    optimizer: Optimizer,
+    param_group_of: dict[nn.Parameter, int],
+    ways: dict[nn.Parameter, Stepping],
+) -> Engine:
+    """Make the parts of an engine, and the engine; collective. ways: how the optimizer's parameters are
+    stepped."""
+    engine = Engine(**_parts(model, sharded, optimizer, param_group_of, ways, None))
     offer_no_sync(model, engine)
     return engine
 
@@ -107,24 +100,18 @@ def _attach(engine: Engine, sharded: Sharded, optimizer: Optimizer | Sequence[Op
         raise UsageError(
             "attach(): the engine has this optimizer already; give it all of them at once, or new ones"
         )
-    param_group_of = check_optimizer(optimizer, model, config)
-    check_offload(model, optimizer, config)
+    param_group_of, ways = examine_optimizer(optimizer, model, config, sharded.communicator.grid.told)
     check_first_states(optimizer, model, config, sharded.communicator)
-    ways = steppings(optimizer, config)
-    check_blocks(model, optimizer, config, sharded.communicator.grid.told)
     _check_same(sharded, optimizer, param_group_of)
     drafted = {of_unknown({}, config)}
     if before or any(ways_of(group.parameters, ways) - drafted for group in sharded.trainable):
         stores = Stores(sharded.stores.accelerator, config.offload, sharded.stores.transfers)
         units = regrouped(model, optimizer, config, stores, engine._full_parameters)
         sharded = replace(sharded, stores=stores, units=units)
-    stepper = Stepper(
-        optimizer=optimizer, param_group_of=param_group_of, stepping=_stepping(sharded.trainable, ways)
-    )
     steps, interrupted = engine.steps, engine._integrity.interrupted
     for each in before:
         let_go(each)
-    Engine.__init__(engine, **_parts(model, sharded, stepper, engine._pass))
+    Engine.__init__(engine, **_parts(model, sharded, optimizer, param_group_of, ways, engine._pass))
     engine._boundary.steps, engine._integrity.interrupted = steps, interrupted
 
 
@@ -139,26 +126,13 @@ def _check_same(sharded: Sharded, optimizer: Optimizer, param_group_of: Mapping[
     sharded.communicator.check_equal({"the optimizer": f"{how_stepped(optimizer, sharded.config)} {told}"})
 
 
-def _stepping(
-    groups: Sequence[FlatGroup], ways: Mapping[nn.Parameter, Stepping]
-) -> dict[FlatGroup, GroupStepping]:
-    """How groups are stepped that are there already, each in one way."""
-    kinds = {group: next(iter(ways_of(group.parameters, ways)), Stepping()) for group in groups}
-    parts = [
-        (p, group.shards * blocks_of(p) if way.across else group.shards)
-        for group, way in kinds.items()
-        if way.whole
-        for p in group.parameters
-    ]
-    by = share_out((p, p.numel(), count) for p, count in parts if count > 1)
-    return {
-        group: GroupStepping(way.rule, tuple(by[p] for p in group.parameters if p in by) or None, way.across)
-        for group, way in kinds.items()
-    }
-
-
 def _parts(
-    model: nn.Module, sharded: Sharded, stepper: Stepper, replaced: TrainingPass | None
+    model: nn.Module,
+    sharded: Sharded,
+    optimizer: Optimizer,
+    param_group_of: dict[nn.Parameter, int],
+    ways: dict[nn.Parameter, Stepping],
+    replaced: TrainingPass | None,
 ) -> dict[str, Any]:
     """The parts of an engine, each of which knows those before it; collective.
 
@@ -166,21 +140,21 @@ def _parts(
     went to before.
     """
     config, stores, communicator, units = sharded.config, sharded.stores, sharded.communicator, sharded.units
-    optimizer, trains = stepper.optimizer, bool(members(stepper.optimizer))
+    trains, stepping = bool(members(optimizer)), group_steppings(sharded.trainable, ways, config)
     accelerator, device_type = stores.accelerator, stores.accelerator.device.type
     tracer = MemoryTracer(accelerator, units)
     loss_scale = LossScale.of(config, accelerator)
     skipped_steps = None if loss_scale is None else SkippedSteps(loss_scale, accelerator, communicator)
     factor = GradientFactor(config, communicator, loss_scale, accelerator)
-    joined = [(group, way.across) for group, way in stepper.stepping.items() if way.across]
+    joined = [(group, way.across) for group, way in stepping.items() if way.across]
     communicator.make_parts(ranks_with_blocks(communicator, group, across) for group, across in joined)
     sharded_optimizer = ShardedOptimizer(
         optimizer,
         sharded.trainable,
-        stepper.param_group_of,
+        param_group_of,
         stores,
         communicator,
-        stepper.stepping,
+        stepping,
         tracer,
     )
     state_offload = StateOffload(units, sharded_optimizer, communicator)
@@ -246,7 +220,7 @@ def _parts(
         sharded.meshes,
         tuple(units),
         sharded_optimizer,
-        stepper.param_group_of,
+        param_group_of,
         loss_scale,
         state_offload,
     )

@@ -1,4 +1,5 @@
-"""Build sharded units from drafts, one unit after another."""
+"""Build sharded units from drafts, one unit after another; and anew, for an optimizer that steps parameters
+in another way than their groups were made for."""
 
 from __future__ import annotations
 
@@ -6,12 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from torch import nn
+from torch.optim import Optimizer
 
 from zero.communication.communicator import Communicator
 from zero.communication.mesh import Meshes
 from zero.config.training import Config, dtype_named
 from zero.deferred import deferred_init
-from zero.drafts.preparation import Prepared
+from zero.drafts.preparation import Prepared, prepare
 from zero.drafts.unit_drafts import UnitDraft, draft_units, reserve_disk
 from zero.optimizer.state_size import moments_of
 from zero.setup.initial_values import InitialValues
@@ -22,6 +24,7 @@ from zero.sharding.sharded_unit import ShardedUnit
 from zero.tiers.placement import Placer
 from zero.tiers.room import OutOfMemoryError, room_for
 from zero.tiers.stores import Stores
+from zero.whole.full_parameters import FullParameters, view_of
 
 
 def build_units(
@@ -60,6 +63,32 @@ def draft_and_reserve(
     placer.warn_of_shortfalls(communicator.group.rank)
     reserve_disk(drafts, config, stores, communicator)
     return drafts
+
+
+def regrouped(
+    model: nn.Module, optimizer: Optimizer, config: Config, stores: Stores, full_parameters: FullParameters
+) -> list[ShardedUnit]:
+    """Build units whose groups are those that `zero.initialize` would make for this optimizer; collective.
+
+    One unit at a time is whole, with its most precise values; state of the units that there are stays until
+    the end. stores: for the new groups. full_parameters: of the units that there are, which are used up.
+    Raises OffloadError, before anything is changed, if a rank finds no space on its disk.
+    """
+    communicator, units = full_parameters.communicator, full_parameters.units
+    prepared = prepare(model, optimizer, config, for_graphs=True, has_mesh=communicator.grid.told)
+    drafts = draft_and_reserve(prepared, config, communicator, full_parameters.meshes, stores)
+    full_parameters.take_in_frozen()
+    full_parameters.begin_write()
+    with taking_over(model):
+        return build_units(
+            drafts,
+            config,
+            stores,
+            communicator,
+            full_parameters.meshes,
+            InitialValues(model, communicator),  # of which nobody asks for differences: there are none
+            before=lambda index: _make_whole(units[index], full_parameters),
+        )
 
 
 @contextmanager
@@ -127,3 +156,14 @@ def _note(group: FlatGroup, initial_values: InitialValues) -> None:
         if not deferred_init.promised(parameter):
             values = group.home.data[slot.offset : slot.offset + slot.numel]
             initial_values.note(name, values, group.mesh.apart, parameter)
+
+
+def _make_whole(unit: ShardedUnit, full_parameters: FullParameters) -> None:
+    """Give a unit's parameters whole values in memory of their own, from the masters if there are any.
+    Collective."""
+    with full_parameters.communicator.together():
+        wholes = [full_parameters.gather(unit, group, group.widest) for group in unit.groups]
+    unit.guard.open()
+    for group, whole in zip(unit.groups, wholes, strict=True):
+        for index, local in enumerate(group.local):
+            local.data = view_of(whole, group, index).clone()

@@ -30,13 +30,10 @@ from zero.drafts.checks import (
     check_model,
     check_movable,
 )
-from zero.drafts.offload_fit import warn_of_nothing_to_move
-from zero.drafts.preparation import prepare, settings
+from zero.drafts.preparation import prepare, settings, warn_of_nothing_to_move
 from zero.engine import Engine
-from zero.optimizer.joint import members
-from zero.optimizer.stepping import GroupStepping
 from zero.pretrained import keep_promises
-from zero.setup.build import Sharded, Stepper, build_engine
+from zero.setup.build import Sharded, build_engine
 from zero.setup.build_units import build_units, draft_and_reserve, taking_over
 from zero.setup.initial_values import InitialValues
 from zero.sharding.distributed import name_dimensions
@@ -102,7 +99,7 @@ def initialize(
     check_distributed(model, config, _data_ranks(arranged, process_group), dims)
     with held_back() as held:
         check_aliases(model)
-        prepared = prepare(model, optimizer, config, for_graphs=True, dims=dims or ())
+        prepared = prepare(model, optimizer, config, for_graphs=True, has_mesh=arranged is not None)
     check_dtypes(prepared, config, accelerator)
     check_compilation(config, accelerator)
 
@@ -129,16 +126,6 @@ def initialize(
         units = build_units(drafts, config, stores, communicator, meshes, initial_values)
         initial_values.warn_of_differences()
         keep_promises(units, communicator)
-        trains = bool(members(prepared.optimizer))
-        stepper = Stepper(
-            optimizer=prepared.optimizer,
-            param_group_of=prepared.param_group_of,
-            stepping={
-                group: drafted.stepping if trains else GroupStepping(None)
-                for unit, draft in zip(units, drafts, strict=True)
-                for group, drafted in zip(unit.groups, draft.groups, strict=True)
-            },
-        )
         calls = WeakKeyDictionary({module: module._compiled_call_impl for module in model.modules()})
         sharded = Sharded(
             config=config,
@@ -148,7 +135,7 @@ def initialize(
             units=units,
             calls=calls,
         )
-        return build_engine(model, sharded, stepper)
+        return build_engine(model, sharded, prepared.optimizer, prepared.param_group_of, prepared.stepping)
 
 
 def _data_ranks(arranged: Arranged | None, process_group: ProcessGroup | None) -> Collection[int]:

@@ -9,7 +9,7 @@ from torch import nn
 
 from zero.engine import Engine
 from zero.errors import UsageError
-from zero.sharding.uncopied import Uncopied
+from zero.sharding.lifetime import Uncopied
 
 _NAME = "no_sync"
 

@@ -145,8 +145,10 @@ def as_distributed(parameter: nn.Parameter, local: Tensor) -> Tensor:
     """A DTensor like the parameter around other values of its block, which may be on another device."""
     if not is_distributed(parameter):
         return local
-    module, given = sys.modules["torch.distributed.tensor"], cast(Any, parameter)
-    made: Tensor = module.DTensor(local, _spec(given, local.dtype), requires_grad=False)
+    given = cast(Any, parameter)._spec
+    meta = given.tensor_meta._replace(dtype=local.dtype)
+    spec = type(given)(given.mesh, given.placements, tensor_meta=meta)
+    made: Tensor = sys.modules["torch.distributed.tensor"].DTensor(local, spec, requires_grad=False)
     return made
 
 
@@ -221,8 +223,7 @@ def follow_local(parameter: nn.Parameter) -> None:
         return
     given, is_block = cast(Any, parameter), is_distributed(parameter)
     if is_block:
-        module = sys.modules["torch.distributed.tensor"]
-        made = module.DTensor(local, _spec(given, local.dtype), requires_grad=False)
+        made = as_distributed(parameter, local)
     else:
         (name,), context = given.__tensor_flatten__()
         made = type(given).__tensor_unflatten__({name: local}, context, given.shape, given.stride())
@@ -234,9 +235,3 @@ def follow_local(parameter: nn.Parameter) -> None:
     del made
     torch.utils.swap_tensors(parameter, twin)
     parameter._backward_hooks, parameter._post_accumulate_grad_hooks = hooks, accumulated
-
-
-def _spec(parameter: Any, dtype: torch.dtype) -> Any:
-    spec = parameter._spec
-    meta = spec.tensor_meta._replace(dtype=dtype)
-    return type(spec)(spec.mesh, spec.placements, tensor_meta=meta)

@@ -39,14 +39,12 @@ from zero.sharding.shard_source import ShardSource
 from zero.sharding.sub_group import SubGroup, sub_groups
 from zero.tiers.carrier import SideStreamWork
 from zero.tiers.device_bytes import DeviceBytes
-from zero.tiers.joined import joined
 from zero.tiers.placement import Placement
-from zero.tiers.record import Record
 from zero.tiers.room import allocate, room_for
-from zero.tiers.stored import Stored
 from zero.tiers.stores import Stores
 from zero.tiers.swap_file import Section
-from zero.tiers.values import Values, at_least_fp32, lasting, longest_block
+from zero.tiers.tier import Record
+from zero.tiers.values import Stored, Values, at_least_fp32, joined, lasting, longest_block
 
 Pending = NamedHandle | SideStreamWork
 """A transfer under way to or from a buffer."""
@@ -150,16 +148,16 @@ class FlatGroup:
 
         Called once the values are final.
         """
+        served = [s for s in self.subs if self.placement.shard_serves(self.dtype.itemsize, s.tier)]
         for sub in self.subs:
-            if not self.placement.shard_serves(self.dtype.itemsize, sub.tier):
+            if sub not in served:
                 self._make_record(sub)
         if self.home.data.dtype is not self.dtype:
             self._narrow()
         if not whole:
             self._part_with_whole()
-        for sub in self.subs:
-            if not sub.has_record:
-                sub.record = Record(sub.tier, sub.shard)
+        for sub in served:
+            sub.record = Record(sub.tier, sub.shard)
         for parameter, local in zip(self.parameters, self.local, strict=True):
             if parameter.dtype is not local.dtype:
                 follow_local(parameter)
@@ -229,8 +227,7 @@ class FlatGroup:
         whole = sum(b.nbytes for b in buffers if b.materialized)
         whole += sum(quantised.nbytes for quantised in self._travelling.values())
         device = self._accelerator.device
-        records = (sub for sub in self.subs if sub.has_record)
-        record = sum(sub.record.bytes_on(device, sub.shard) for sub in records)
+        record = sum(sub.record.bytes_on(device, sub.shard) for sub in self.subs)
         shard = self.source.resting
         if shard is None:
             return DeviceBytes(parameters=self.source.brought_bytes, gathered=whole, optimizer=record)
@@ -263,11 +260,7 @@ class FlatGroup:
             self.bind(bound)
 
     def buffer(self, fmt: GatherFormat) -> FlatBuffer:
-        """Return the buffer to gather into: `home` for values as they are, else a converted one."""
-        return self._buffer(self.gather_format(fmt))
-
-    def _buffer(self, fmt: GatherFormat) -> FlatBuffer:
-        """Return the buffer for a format of the group."""
+        """Return the buffer for a format of the group: `home` for exact values, else a converted one."""
         if fmt == EXACT:
             return self.home
         if fmt not in self._converted:
@@ -336,7 +329,7 @@ class FlatGroup:
 
     def _materialized(self, fmt: GatherFormat) -> FlatBuffer:
         def materialized() -> FlatBuffer:
-            buffer = self._buffer(fmt)
+            buffer = self.buffer(fmt)
             buffer.materialize()
             return buffer
 
@@ -356,27 +349,23 @@ class FlatGroup:
         """Put this rank's values in `room`; return what to gather."""
         if isinstance(room, Quantised):
             room.put(self._accelerator.kernels, self.window, shard)
-        elif self._codes is not None and room is not self.home:
+            return room.sent(self.window)
+        if self._codes is not None and room is not self.home:
             reduce = partial(self._largest, communicator)
             self._codes.put(room.data[self.window], self.pieces, shard, reduce)
             sent = room.data.view(torch.uint8)
             return [(sent, sent[self.window])] if self.shards > 1 else ()
-        elif room is not self.home:
+        if room is not self.home:
             self._accelerator.kernels.scale_cast(room.data[self.window], shard)
         elif shard.device == room.data.device and self.shards > 1 and not isinstance(self.shard, Section):
             return [(room.data, shard)]
         else:
             room.data[self.window].copy_(shard, non_blocking=True)
-        return self._sent(room)
+        return [(room.data, room.data[self.window])] if self.shards > 1 else ()
 
     def _largest(self, communicator: Communicator, numbers: Tensor) -> None:
         if self.shards > 1:
             communicator.all_reduce(self.unit, numbers, self.mesh.shards, "max").wait()
-
-    def _sent(self, room: FlatBuffer | Quantised) -> Sequence[Sent]:
-        if isinstance(room, Quantised):
-            return room.sent(self.window)
-        return [(room.data, room.data[self.window])] if self.shards > 1 else ()
 
     def bind(self, fmt: GatherFormat) -> None:
         """Make the parameters views of the buffer that `fmt` is gathered in, or of their private copy."""
@@ -392,5 +381,5 @@ class FlatGroup:
         return self._readable(fmt).views
 
     def _readable(self, fmt: GatherFormat) -> FlatBuffer:
-        buffer = self.buffer(fmt)
+        buffer = self.buffer(self.gather_format(fmt))
         return self._private if self._private and buffer is self.home else buffer

@@ -169,11 +169,6 @@ def sharded_class(kind: type[nn.Parameter]) -> type[nn.Parameter]:
     return type(f"Sharded{kind.__name__}", (ShardedParameter, kind), {})
 
 
-def guard(parameters: Iterable[nn.Parameter]) -> None:
-    for parameter in parameters:
-        parameter.__class__ = ShardedParameter
-
-
 def abandon(named: Iterable[tuple[str, nn.Parameter]]) -> None:
     """Guard parameters permanently, under their names: their values will not come back."""
     for name, parameter in named:
@@ -185,11 +180,6 @@ def abandon(named: Iterable[tuple[str, nn.Parameter]]) -> None:
 def is_lost(parameter: nn.Parameter) -> bool:
     """Return whether a parameter was abandoned."""
     return parameter.__dict__.get(REASON_ATTRIBUTE) == LOST
-
-
-def set_classes(classes: Iterable[tuple[nn.Parameter, type[nn.Parameter]]]) -> None:
-    for parameter, cls in classes:
-        parameter.__class__ = cls
 
 
 def is_metadata(func: Callable[..., Any]) -> bool:

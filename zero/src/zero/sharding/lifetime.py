@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from torch import nn
+
+from zero.errors import UsageError
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -43,3 +45,14 @@ def weakly(method: Callable[Parameters, Result]) -> Callable[Parameters, Result]
         return alive(*args, **kwargs)
 
     return call
+
+
+class Uncopied:
+    """Base of objects that are reachable from a model that has an engine, through its hooks or parameters."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UsageError(
+            "a model that has an engine cannot be copied or pickled: copy it before zero.initialize; "
+            "engine.state_dict() has its values for torch.save, and engine.save_checkpoint saves the whole "
+            "training state"
+        )

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from zero.errors import ShardedParameterError
 from zero.sharding.alterations import form_of
 from zero.sharding.guard import NAME_ATTRIBUTE, OWNER_ATTRIBUTE, describe, is_metadata
-from zero.sharding.uncopied import Uncopied
+from zero.sharding.lifetime import Uncopied
 
 _APPLY = "_apply"
 """Key in a module's __dict__ of its `_Moves`: the method through which torch moves and converts modules."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from zero.sharding.alterations import versions_of
-from zero.sharding.guard import set_classes, sharded_class
+from zero.sharding.guard import sharded_class
 
 
 class ParameterGuard:
@@ -24,10 +24,12 @@ class ParameterGuard:
     def close(self) -> None:
         """Have the parameters raise when their values are needed; see `ShardedParameter`."""
         if not self._exposed:
-            set_classes(self._closed)
+            for parameter, closed in self._closed:
+                parameter.__class__ = closed
 
     def open(self) -> None:
-        set_classes(self._open)
+        for parameter, opened in self._open:
+            parameter.__class__ = opened
 
     def expose(self, released: bool = False) -> None:
         """Take the guard off the parameters, whether they are whole or not.

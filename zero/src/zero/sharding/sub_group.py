@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from zero.tiers.placement import Placement
-from zero.tiers.record import Record
-from zero.tiers.tier import Tier
+from zero.tiers.tier import Record, Tier
 from zero.tiers.values import Values
 
 
@@ -20,34 +19,21 @@ class SubGroup:
     """A stretch of a shard.
 
     window: its elements of the shard. tier: where its record belongs. streamed: the record is on the device
-    for its step. shard: this stretch of the shard, in any tier.
+    for its step. shard: this stretch of the shard, in any tier. record: there once the group's shards are
+    final.
     """
 
     shard: Values
+    record: Record
 
     def __init__(self, window: slice, tier: Tier, streamed: bool) -> None:
         self.window = window
         self.tier = tier
         self.streamed = streamed
-        self._record: Record | None = None
 
     @property
     def numel(self) -> int:
         return int(self.window.stop - self.window.start)
-
-    @property
-    def has_record(self) -> bool:
-        return self._record is not None
-
-    @property
-    def record(self) -> Record:
-        """The record, which exists once the group's shards are final."""
-        assert self._record is not None
-        return self._record
-
-    @record.setter
-    def record(self, record: Record) -> None:
-        self._record = record
 
     @property
     def shard_serves(self) -> bool:

@@ -3,12 +3,17 @@
 By default the topmost repeated blocks are units (children of one class inside a ModuleList, Sequential or
 ModuleDict). The remaining parameters belong to the root unit, which stays gathered while the model's forward
 runs. A parameter used in several units belongs to the innermost unit that contains all its users.
+
+A graph gathers each unit where it is used, whatever module holds it. So for graphs the root's large matrices
+(embedding, head) need not stay whole all the time: each is a unit of its own. Vectors (norms, biases) are
+used as they are where autocast casts matrices. One unit for all of them is a small gather, and the other
+units travel narrow.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -20,6 +25,9 @@ from zero.sharding.state_entries import first_names
 
 ROOT = "<root>"
 PERSISTENT = "<persistent>"
+VECTORS = "<vectors>"
+ALONE = 1 << 14
+"""Elements from which a matrix of the root is a unit of its own in graphs."""
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _LEAF_MINIMUM = 1 << 14  # elements; a smaller repeated leaf (a bare Linear) is not worth a collective
 
@@ -171,3 +179,32 @@ def _hooked_modules(
         return (chosen[name],)
     holders = (m for m in model.modules() if any(p in mine for p in m._parameters.values() if p is not None))
     return (model, *(m for m in holders if m is not model))
+
+
+def split_by_use(plans: Sequence[UnitPlan]) -> list[UnitPlan]:
+    """The same parameters in finer units, in the order of `plans`. Persistent ones stay as they are."""
+    kept = [plan for plan in plans if plan.name == PERSISTENT]
+    split = [part for plan in plans if plan.name != PERSISTENT for part in _matrices(plan)]
+    return [*split, *_vectors([p for p in plans if p.name != PERSISTENT]), *kept]
+
+
+def _matrices(plan: UnitPlan) -> list[UnitPlan]:
+    named = [item for item in plan.parameters if not _is_vector(item)]
+    alone = [item for item in named if plan.name == ROOT and item[1].numel() >= ALONE]
+    large = {name for name, _ in alone}
+    rest = tuple(item for item in named if item[0] not in large)
+    parts = [UnitPlan(name, plan.hooked_modules, ((name, parameter),)) for name, parameter in alone]
+    return [*parts, UnitPlan(plan.name, plan.hooked_modules, rest)] if rest else parts
+
+
+def _vectors(plans: Sequence[UnitPlan]) -> list[UnitPlan]:
+    holders = [plan for plan in plans if any(_is_vector(item) for item in plan.parameters)]
+    if not holders:
+        return []
+    hooked_modules = dict.fromkeys(hooked for plan in holders for hooked in plan.hooked_modules)
+    named = [item for plan in holders for item in plan.parameters if _is_vector(item)]
+    return [UnitPlan(VECTORS, tuple(hooked_modules), tuple(named))]
+
+
+def _is_vector(item: tuple[str, nn.Parameter]) -> bool:
+    return item[1].dim() < 2

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from accelz.dynamic_map import BLOCK, DynamicMap
 from zero.errors import UsageError
-from zero.tiers.stored import Stored
-from zero.tiers.values import Values, put
+from zero.tiers.values import Stored, Values, put
 
 _CHUNK = 1 << 18  # elements read or written at a time, which bounds scratch memory
 

@@ -1,8 +1,9 @@
-"""Bytes of the device that the engine holds, by kind."""
+"""Bytes of the device that the engine holds, by kind, and who follows them over a step, unit by unit."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Literal, Protocol
 
 
 @dataclass(frozen=True)
@@ -24,3 +25,13 @@ class DeviceBytes:
 
     def __add__(self, other: DeviceBytes) -> DeviceBytes:
         return DeviceBytes(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+
+PhaseName = Literal["forward", "backward", "step"]
+
+
+class Tracer(Protocol):
+    """Follows steps, or does nothing while nobody has asked for that."""
+
+    def mark(self, phase: PhaseName, unit: str) -> None:
+        """A unit comes or goes, or a part of it has been stepped; "" stands for no unit."""

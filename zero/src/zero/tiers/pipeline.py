@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from accelz import HOST, Memory
-from zero.tiers.host_memory import bytes_of
-from zero.tiers.record import Opened, Record
 from zero.tiers.split_master import SplitMaster
 from zero.tiers.swap_file import Transfer, section_bytes, whole_pages
+from zero.tiers.tier import Opened, Record
+from zero.tiers.values import bytes_of
 
 BUFFERS = 3  # one is read, one stepped, one written: a fourth is never needed
 

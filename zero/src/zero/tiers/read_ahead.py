@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from accelz import Accelerator, Event
-from zero.tiers.host_memory import bytes_of
 from zero.tiers.swap_file import THREADS, TRANSFER_BLOCK, Section, Transfer
+from zero.tiers.values import bytes_of
 
 LIMIT = 2 * THREADS * TRANSFER_BLOCK  # bytes read before they are needed: enough to keep a disk busy
 DEPTH = 2 * THREADS  # units considered for it; small ones are one block each

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from accelz import HOST
-from zero.tiers.stored import Stored
 from zero.tiers.swap_file import Section
-from zero.tiers.values import Values, put
+from zero.tiers.values import Stored, Values, put
 
 LOWER = torch.int16
 _HALF = 0x8000

@@ -29,8 +29,7 @@ from torch import Tensor
 from accelz import HOST, Memory
 from zero.errors import OffloadError
 from zero.ranges import in_range
-from zero.tiers.host_memory import bytes_of
-from zero.tiers.stored import Stored
+from zero.tiers.values import Stored, bytes_of
 
 PAGE = 4096
 TRANSFER_BLOCK = 4 << 20  # bytes that one thread moves at a time

@@ -35,13 +35,12 @@ from zero.sharding.alterations import changed_since
 from zero.sharding.autocast import AutocastWarnings
 from zero.sharding.exact import computes_in
 from zero.sharding.flat_group import FlatGroup
-from zero.sharding.lifetime import weakly
+from zero.sharding.lifetime import Uncopied, weakly
 from zero.sharding.sharded_unit import Keep, ShardedUnit
 from zero.sharding.tensors import map_tensors
-from zero.sharding.uncopied import Uncopied
 from zero.tiers.apart import apart
+from zero.tiers.device_bytes import Tracer
 from zero.tiers.tier import wanted
-from zero.tiers.tracer import Tracer
 from zero.training_pass.call import Call, CallEdges, number_of
 from zero.training_pass.call_order import CallOrder
 from zero.training_pass.progress import Progress

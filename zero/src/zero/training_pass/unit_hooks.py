@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from zero.sharding import autocast
 from zero.sharding.gather_format import GatherFormat
 from zero.sharding.guard import UNIT_ATTRIBUTE
+from zero.sharding.lifetime import Uncopied
 from zero.sharding.sharded_unit import FOR_PARTS, Keep, State
 from zero.sharding.tensors import iter_tensors, map_tensors, with_inner
-from zero.sharding.uncopied import Uncopied
 from zero.tiers.apart import apart
 from zero.training_pass import parametrized
 from zero.training_pass.call import Call, CallEdges, with_producers

@@ -18,8 +18,8 @@ from zero.errors import StateError, UsageError, some
 from zero.sharding.alterations import replaced
 from zero.sharding.flat_group import FlatGroup
 from zero.sharding.forms import named_leaves
+from zero.sharding.lifetime import Uncopied
 from zero.sharding.sharded_unit import ShardedUnit
-from zero.sharding.uncopied import Uncopied
 from zero.tiers.values import Values, fetch, put
 from zero.warning import warn
 

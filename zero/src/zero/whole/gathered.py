@@ -14,7 +14,7 @@ from zero.deferred import deferred_init
 from zero.errors import UsageError
 from zero.sharding.forms import leaves_of
 from zero.sharding.guard import NAME_ATTRIBUTE, OWNER_ATTRIBUTE, ShardedParameter, detachable
-from zero.sharding.uncopied import Uncopied
+from zero.sharding.lifetime import Uncopied
 from zero.whole.full_parameters import FullParameters
 
 _WRITTEN_ATTRIBUTE = "_zero_written"

@@ -25,8 +25,7 @@ from zero.sharding.distributed import block_of
 from zero.sharding.flat_group import FlatGroup
 from zero.sharding.sharded_unit import ShardedUnit
 from zero.tiers.coded import Coded
-from zero.tiers.stored import Stored
-from zero.tiers.values import Values
+from zero.tiers.values import Stored, Values
 from zero.whole.full_parameters import FullParameters, view_of
 
 Kind = Literal["elements", "blocks", "scalar"]
