@@ -168,7 +168,7 @@ class MemoryTracer:
 
 
 class MemoryHistory:
-    """torch's own record of allocations on a device, while a step is followed; nothing where torch keeps none.
+    """torch's own record of allocations, while a step is followed; does nothing where torch keeps none.
 
     What it returns is pickled for https://pytorch.org/memory_viz.
     """

@@ -67,8 +67,8 @@ class UnitOfParameter(Protocol):
         """Note that the last write to the parameter that torch has counted has written nothing."""
 
 
-class ShardedParameter(nn.Parameter):
-    """The class of a parameter whose values are sharded over the ranks."""
+class WithoutValues:
+    """Base of tensors that have no values: metadata is let through, and `answer` is asked for the rest."""
 
     @classmethod
     def __torch_function__(
@@ -81,12 +81,26 @@ class ShardedParameter(nn.Parameter):
         if is_metadata(func) or func in _serving:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
+        return cls.answer(func, args, kwargs or {})
+
+    @classmethod
+    def answer(cls, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What takes the place of a function that needs values."""
+        found = _first_sharded(args, kwargs)
+        raise _refused(func, {} if found is None else found.__dict__)
+
+
+class ShardedParameter(WithoutValues, nn.Parameter):
+    """The class of a parameter whose values are sharded over the ranks."""
+
+    @classmethod
+    def answer(cls, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is torch.autograd.backward:  # with inputs=
-            return func(*args, **{**(kwargs or {}), "inputs": _as_edges((kwargs or {})["inputs"])})
+            return func(*args, **{**kwargs, "inputs": _as_edges(kwargs["inputs"])})
         found = _first_sharded(args, kwargs)
         own = {} if found is None else found.__dict__
         if UNIT_ATTRIBUTE in own and own[UNIT_ATTRIBUTE].gather_for_part():
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
         if func is torch.Tensor.detach and _blocks and REASON_ATTRIBUTE not in own:
             return AbsentValues.of(args[0])
         raise _refused(func, own)
@@ -113,7 +127,7 @@ class ShardedParameter(nn.Parameter):
         return f"ShardedParameter({name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
-class AbsentValues(torch.Tensor):
+class AbsentValues(WithoutValues, torch.Tensor):
     """What `parameter.detach()` gives, inside a `zero.gathered` block, of a parameter that is not in it.
 
     So `model.state_dict()` has all names there, of which programs may take those that are in the block. It
@@ -126,20 +140,6 @@ class AbsentValues(torch.Tensor):
         values = torch.empty_strided(shape, stride, dtype=parameter.dtype, device="meta").as_subclass(cls)
         values.__dict__[NAME_ATTRIBUTE] = parameter.__dict__.get(NAME_ATTRIBUTE, "?")
         return values
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        if is_metadata(func):
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        found = _first_sharded(args, kwargs)
-        raise _refused(func, {} if found is None else found.__dict__)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"AbsentValues({self.__dict__[NAME_ATTRIBUTE]!r}, shape={tuple(self.shape)})"
@@ -214,10 +214,8 @@ def _refused(func: Callable[..., Any], own: dict[str, Any]) -> ShardedParameterE
     return ShardedParameterError(f"{describe(func)} needs the values of parameter {name!r}, {reason}")
 
 
-def _first_sharded(
-    args: Iterable[Any], kwargs: dict[str, Any] | None
-) -> ShardedParameter | AbsentValues | None:
-    values = [*args, *(kwargs or {}).values()]
+def _first_sharded(args: Iterable[Any], kwargs: dict[str, Any]) -> ShardedParameter | AbsentValues | None:
+    values = [*args, *kwargs.values()]
     while values:
         value = values.pop(0)
         if isinstance(value, (ShardedParameter, AbsentValues)):

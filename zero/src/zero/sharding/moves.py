@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from zero.errors import ShardedParameterError
 from zero.sharding.alterations import form_of
-from zero.sharding.guard import NAME_ATTRIBUTE, OWNER_ATTRIBUTE, describe, is_metadata
+from zero.sharding.guard import NAME_ATTRIBUTE, OWNER_ATTRIBUTE, WithoutValues, describe
 from zero.sharding.lifetime import Uncopied
 
 _APPLY = "_apply"
@@ -84,7 +84,7 @@ class _ChangeError(Exception):
     """A conversion would change a parameter: into what, or by which function."""
 
 
-class _Probe(Tensor):
+class _Probe(WithoutValues, Tensor):
     """Stands for a parameter in a conversion: shape, strides, dtype and device without values."""
 
     @staticmethod
@@ -95,16 +95,10 @@ class _Probe(Tensor):
         return made
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        if is_metadata(func) or (args and isinstance(args[0], cls) and args[0]._may_answer(func)):
+    def answer(cls, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args and isinstance(args[0], cls) and args[0]._may_answer(func):
             with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
+                return func(*args, **kwargs)
         raise _ChangeError(f"by {describe(func)}")
 
     @classmethod

@@ -145,18 +145,12 @@ class ShardedGradient(GradientStandIn):
         full: Tensor = whole.full_tensor() if is_distributed(whole) else whole
         return full
 
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    @staticmethod
+    def otherwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make way for a gradient that autograd is about to add to this one: hooks take it from its place.
 
         Where it is the first that a backward comes to, nothing has told of that backward. A program's own
-        calls do not get here.
+        calls are answered with whole gradients.
         """
         if func in _ACCUMULATING and torch._C._current_graph_task_id() >= 0 and type(args[1]) is Tensor:
             parameter, held = args[0].of
@@ -166,10 +160,6 @@ class ShardedGradient(GradientStandIn):
             with torch._C.DisableTorchFunctionSubclass():
                 parameter.grad = args[1]
             return args[0]
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-    @staticmethod
-    def otherwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _answer_whole(func, args, kwargs)
 
 
