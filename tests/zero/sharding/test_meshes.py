@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -34,11 +35,11 @@ def one_unit_over_few_ranks() -> Iterator[None]:
         many, few = (draft_units(prepared, config, placer, n, moments) for n in (many, lambda _: FEW))
         return [b if a.plan.name == SPREAD_LESS else a for a, b in zip(many, few, strict=True)]
 
-    def built(index: int, draft: UnitDraft, config: Any, stores: Any, communicator: Any, *rest: Any) -> Any:
-        meshes, values = rest
+    def built(index: int, draft: UnitDraft, site: Any, values: Any) -> Any:
         if draft.plan.name == SPREAD_LESS:
-            meshes = Meshes(communicator._groups, Grid.plain(RANKS, FEW))
-        return build_unit(index, draft, config, stores, communicator, meshes, values)
+            meshes = Meshes(site.communicator._groups, Grid.plain(RANKS, FEW))
+            site = replace(site, meshes=meshes)
+        return build_unit(index, draft, site, values)
 
     with (
         patch.object(build_units, "draft_units", drafted),

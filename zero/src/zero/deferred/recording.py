@@ -61,12 +61,11 @@ class Recording:
             strided = tensor.layout is torch.strided
         return self.numbers.get(storage_of(tensor)._cdata) if strided else None
 
-    def add_storage(self, tensor: Tensor, nbytes: int) -> int:
+    def add_storage(self, tensor: Tensor, nbytes: int) -> None:
         storage = storage_of(tensor)
         self.numbers[storage._cdata] = len(self.storages)
         self.storages.append(storage)  # kept alive, so its address stays its own
         self.nbytes.append(nbytes)
-        return len(self.storages) - 1
 
     def let_go(self, number: int) -> None:
         """Forget a storage that has its bytes: they last as long as the tensors that use them."""

@@ -63,7 +63,7 @@ def prepare(
     """Examine model, optimizer and settings; raise ConfigError or OptimizerError if they do not fit together.
 
     for_graphs: make the units of compiled training, if the settings ask for it. has_mesh: the program gives
-    one. Warnings name the line that called this function's caller.
+    one.
     """
     plans = find_units(model, config.units, config.persistent_below)
     in_graphs = for_graphs and config.compile is not None and not with_tensors_inside(model)
@@ -74,24 +74,14 @@ def prepare(
     around = {p for p in model.parameters() if local_of(p) is not p}
     castable = cast_before_use(model, config) - exact - around
     optimizer, apart = joint(optimizer), local_parameters(model, config)
-    param_group_of, ways = examine_optimizer(optimizer, model, config, has_mesh)
-    for parameter, along in distributed.items():
-        if along and has_mesh:
-            apart[parameter] = apart.get(parameter, frozenset()) | along
-    return Prepared(plans, exact, castable, optimizer, param_group_of, ways, apart)
-
-
-def examine_optimizer(
-    optimizer: Optimizer, model: nn.Module, config: Config, has_mesh: bool
-) -> tuple[dict[nn.Parameter, int], dict[nn.Parameter, Stepping]]:
-    """The param group of each of the optimizer's parameters, and how it is stepped; see `Prepared`.
-
-    Raises OptimizerError or ConfigError if the engine cannot take the optimizer.
-    """
     param_group_of = check_optimizer(optimizer, model, config)
     _check_offload(model, optimizer, config)
     _check_blocks(model, optimizer, config, has_mesh)
-    return param_group_of, steppings(optimizer, config)
+    for parameter, along in distributed.items():
+        if along and has_mesh:
+            apart[parameter] = apart.get(parameter, frozenset()) | along
+    stepping = steppings(optimizer, config)
+    return Prepared(plans, exact, castable, optimizer, param_group_of, stepping, apart)
 
 
 def _check_blocks(model: nn.Module, optimizer: Optimizer, config: Config, has_mesh: bool) -> None:

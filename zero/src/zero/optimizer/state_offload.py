@@ -42,7 +42,9 @@ class StateOffload:
         for it in a gather, and all may try again."""
         error: Exception | None = None
         try:
-            self._reload_alone()
+            for unit in self._units:
+                unit.reload_state()
+            self._optimizer.reload_state()
         except Exception as problem:
             error = problem
         elsewhere = self._communicator.agree(error is not None)
@@ -55,11 +57,6 @@ class StateOffload:
                 unit.guard.expose()
         refill(self._units, frozen=True)
         self.away = False
-
-    def _reload_alone(self) -> None:
-        for unit in self._units:
-            unit.reload_state()
-        self._optimizer.reload_state()
 
 
 _ELSEWHERE = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -14,11 +14,8 @@ from torch.optim import Optimizer
 from zero.checkpoint.checkpoints import Checkpoints
 from zero.checkpoint.engine_state import EngineParts
 from zero.checkpoint.storable import check_first_states
-from zero.communication.communicator import Communicator
-from zero.communication.mesh import Meshes
-from zero.config.training import Config
 from zero.drafts.checks import check_count, how_stepped
-from zero.drafts.preparation import examine_optimizer
+from zero.drafts.preparation import Prepared, prepare
 from zero.engine import Engine
 from zero.errors import UsageError
 from zero.gradients.factor import GradientFactor
@@ -35,9 +32,9 @@ from zero.optimizer.hyper_parameters import scheduled
 from zero.optimizer.joint import joint, members
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
 from zero.optimizer.state_offload import StateOffload
-from zero.optimizer.stepping import Stepping, group_steppings, of_unknown, ways_of
+from zero.optimizer.stepping import group_steppings, of_unknown, ways_of
 from zero.optimizer.taken_over import let_go, take_over
-from zero.setup.build_units import regrouped
+from zero.setup.build_units import Site, regrouped
 from zero.setup.no_sync import offer_no_sync
 from zero.sharding.flat_group import FlatGroup
 from zero.sharding.lifetime import weakly
@@ -60,10 +57,7 @@ class Sharded:
     """A model once it is sharded, whatever steps it. calls: what its modules' calls went through before, see
     `Module.compile()`."""
 
-    config: Config
-    stores: Stores
-    communicator: Communicator
-    meshes: Meshes
+    site: Site
     units: Sequence[ShardedUnit]
     calls: WeakKeyDictionary[nn.Module, Any]
 
@@ -72,16 +66,9 @@ class Sharded:
         return [group for unit in self.units for group in unit.groups if group.trainable]
 
 
-def build_engine(
-    model: nn.Module,
-    sharded: Sharded,
-    optimizer: Optimizer,
-    param_group_of: dict[nn.Parameter, int],
-    ways: dict[nn.Parameter, Stepping],
-) -> Engine:
-    """Make the parts of an engine, and the engine; collective. ways: how the optimizer's parameters are
-    stepped."""
-    engine = Engine(**_parts(model, sharded, optimizer, param_group_of, ways, None))
+def build_engine(model: nn.Module, sharded: Sharded, prepared: Prepared) -> Engine:
+    """Make the parts of an engine, and the engine; collective."""
+    engine = Engine(**_parts(model, sharded, prepared, None))
     offer_no_sync(model, engine)
     return engine
 
@@ -94,53 +81,53 @@ def _attach(engine: Engine, sharded: Sharded, optimizer: Optimizer | Sequence[Op
     OptimizerError, ConfigError, RankMismatchError if ranks have different optimizers, and OffloadError. After
     OutOfMemoryError or CommunicationError, the model must be built anew.
     """
-    optimizer, model, config = joint(optimizer), engine.module, sharded.config
+    optimizer, model, site = joint(optimizer), engine.module, sharded.site
     before = members(engine.optimizer)
     if set(before) & set(members(optimizer)):
         raise UsageError(
             "attach(): the engine has this optimizer already; give it all of them at once, or new ones"
         )
-    param_group_of, ways = examine_optimizer(optimizer, model, config, sharded.communicator.grid.told)
-    check_first_states(optimizer, model, config, sharded.communicator)
-    _check_same(sharded, optimizer, param_group_of)
-    drafted = {of_unknown({}, config)}
-    if before or any(ways_of(group.parameters, ways) - drafted for group in sharded.trainable):
-        stores = Stores(sharded.stores.accelerator, config.offload, sharded.stores.transfers)
-        units = regrouped(model, optimizer, config, stores, engine._full_parameters)
-        sharded = replace(sharded, stores=stores, units=units)
+    has_mesh = site.communicator.grid.told
+    prepared = prepare(model, optimizer, site.config, for_graphs=True, has_mesh=has_mesh)
+    check_first_states(optimizer, model, site.config, site.communicator)
+    _check_same(sharded, prepared)
+    drafted = {of_unknown({}, site.config)}
+    if before or any(ways_of(group.parameters, prepared.stepping) - drafted for group in sharded.trainable):
+        stores = Stores(site.stores.accelerator, site.config.offload, site.stores.transfers)
+        site = replace(site, stores=stores)
+        units = regrouped(model, prepared, site, engine._full_parameters)
+        sharded = replace(sharded, site=site, units=units)
     steps, interrupted = engine.steps, engine._integrity.interrupted
     for each in before:
         let_go(each)
-    Engine.__init__(engine, **_parts(model, sharded, optimizer, param_group_of, ways, engine._pass))
+    Engine.__init__(engine, **_parts(model, sharded, prepared, engine._pass))
     engine._boundary.steps, engine._integrity.interrupted = steps, interrupted
 
 
-def _check_same(sharded: Sharded, optimizer: Optimizer, param_group_of: Mapping[nn.Parameter, int]) -> None:
+def _check_same(sharded: Sharded, prepared: Prepared) -> None:
     """Raise RankMismatchError if ranks have different optimizers; collective."""
+    optimizer, param_group_of = prepared.optimizer, prepared.param_group_of
+    communicator = sharded.site.communicator
     named = [
         named for group in sharded.trainable for named in zip(group.names, group.parameters, strict=True)
     ]
     told = {name: param_group_of[parameter] for name, parameter in named if parameter in param_group_of}
-    if sharded.communicator.divided:
-        check_count(optimizer, sharded.communicator)
-    sharded.communicator.check_equal({"the optimizer": f"{how_stepped(optimizer, sharded.config)} {told}"})
+    if communicator.divided:
+        check_count(optimizer, communicator)
+    communicator.check_equal({"the optimizer": f"{how_stepped(optimizer, sharded.site.config)} {told}"})
 
 
 def _parts(
-    model: nn.Module,
-    sharded: Sharded,
-    optimizer: Optimizer,
-    param_group_of: dict[nn.Parameter, int],
-    ways: dict[nn.Parameter, Stepping],
-    replaced: TrainingPass | None,
+    model: nn.Module, sharded: Sharded, prepared: Prepared, replaced: TrainingPass | None
 ) -> dict[str, Any]:
     """The parts of an engine, each of which knows those before it; collective.
 
     Parts hold no part above them, nor the model; see `sharding.lifetime`. replaced: the pass that reports
     went to before.
     """
-    config, stores, communicator, units = sharded.config, sharded.stores, sharded.communicator, sharded.units
-    trains, stepping = bool(members(optimizer)), group_steppings(sharded.trainable, ways, config)
+    site, units, optimizer = sharded.site, sharded.units, prepared.optimizer
+    config, stores, communicator = site.config, site.stores, site.communicator
+    stepping = group_steppings(sharded.trainable, prepared.stepping, config)
     accelerator, device_type = stores.accelerator, stores.accelerator.device.type
     tracer = MemoryTracer(accelerator, units)
     loss_scale = LossScale.of(config, accelerator)
@@ -151,7 +138,7 @@ def _parts(
     sharded_optimizer = ShardedOptimizer(
         optimizer,
         sharded.trainable,
-        param_group_of,
+        prepared.param_group_of,
         stores,
         communicator,
         stepping,
@@ -159,12 +146,12 @@ def _parts(
     )
     state_offload = StateOffload(units, sharded_optimizer, communicator)
     integrity = Integrity(model, units, sharded_optimizer, state_offload)
-    full_parameters = FullParameters(model, units, communicator, sharded.meshes, integrity)
+    full_parameters = FullParameters(model, units, communicator, site.meshes, integrity)
     mark_parameters(model, full_parameters)
     guard_moves(model)
     changes: dict[str, Any] = {}  # by the program, to gradients
     reducer = GradientReducer(
-        units if trains else (),
+        units if members(optimizer) else (),
         stores,
         communicator,
         GradientPolicy.of(config, communicator.group.size),
@@ -217,10 +204,10 @@ def _parts(
         config,
         accelerator,
         communicator,
-        sharded.meshes,
+        site.meshes,
         tuple(units),
         sharded_optimizer,
-        param_group_of,
+        prepared.param_group_of,
         loss_scale,
         state_offload,
     )

@@ -5,15 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from torch import nn
-from torch.optim import Optimizer
 
 from zero.communication.communicator import Communicator
 from zero.communication.mesh import Meshes
 from zero.config.training import Config, dtype_named
 from zero.deferred import deferred_init
-from zero.drafts.preparation import Prepared, prepare
+from zero.drafts.preparation import Prepared
 from zero.drafts.unit_drafts import UnitDraft, draft_units, reserve_disk
 from zero.optimizer.state_size import moments_of
 from zero.setup.initial_values import InitialValues
@@ -27,66 +27,66 @@ from zero.tiers.stores import Stores
 from zero.whole.full_parameters import FullParameters, view_of
 
 
+@dataclass(frozen=True)
+class Site:
+    """What units are built on: settings, ranks, and where state lives. meshes: of groups."""
+
+    config: Config
+    communicator: Communicator
+    meshes: Meshes
+    stores: Stores
+
+
 def build_units(
     drafts: Sequence[UnitDraft],
-    config: Config,
-    stores: Stores,
-    communicator: Communicator,
-    meshes: Meshes,
+    site: Site,
     initial_values: InitialValues,
     before: Callable[[int], None] = lambda index: None,
 ) -> list[ShardedUnit]:
     """Flatten, broadcast the first rank's values and shard, one unit at a time.
 
     Old gradients are dropped: they are of this rank's data alone, and the first new ones would add to them.
-    meshes: of groups. initial_values: told of what this rank had before. before: called before a unit is
-    built, with its index.
+    initial_values: told of what this rank had before. before: called before a unit is built, with its index.
     """
     built = []
     for index, draft in enumerate(drafts):
         before(index)
-        built.append(_build_unit(index, draft, config, stores, communicator, meshes, initial_values))
+        built.append(_build_unit(index, draft, site, initial_values))
     return built
 
 
-def draft_and_reserve(
-    prepared: Prepared, config: Config, communicator: Communicator, meshes: Meshes, stores: Stores
-) -> list[UnitDraft]:
+def draft_and_reserve(prepared: Prepared, site: Site) -> list[UnitDraft]:
     """Draft the units, and reserve the disk space of their state; collective. Changes no parameter.
 
     Raises OffloadError, on every rank, if any of them finds no space.
     """
+    config, meshes = site.config, site.meshes
     budgeted = config.offload.budget("optimizer") is not None
     moments = moments_of(prepared.optimizer, dtype_named(config.precision)) if budgeted else {}
-    placer = Placer(config.offload, stores.host)
+    placer = Placer(config.offload, site.stores.host)
     drafts = draft_units(prepared, config, placer, lambda apart: meshes.of(apart).shards.size, moments)
-    placer.warn_of_shortfalls(communicator.group.rank)
-    reserve_disk(drafts, config, stores, communicator)
+    placer.warn_of_shortfalls(site.communicator.group.rank)
+    reserve_disk(drafts, config, site.stores, site.communicator)
     return drafts
 
 
 def regrouped(
-    model: nn.Module, optimizer: Optimizer, config: Config, stores: Stores, full_parameters: FullParameters
+    model: nn.Module, prepared: Prepared, site: Site, full_parameters: FullParameters
 ) -> list[ShardedUnit]:
-    """Build units whose groups are those that `zero.initialize` would make for this optimizer; collective.
+    """Build units whose groups are those that `zero.initialize` would make for another optimizer; collective.
 
     One unit at a time is whole, with its most precise values; state of the units that there are stays until
-    the end. stores: for the new groups. full_parameters: of the units that there are, which are used up.
+    the end. site: of the new ones. full_parameters: of the units that there are, which are used up.
     Raises OffloadError, before anything is changed, if a rank finds no space on its disk.
     """
-    communicator, units = full_parameters.communicator, full_parameters.units
-    prepared = prepare(model, optimizer, config, for_graphs=True, has_mesh=communicator.grid.told)
-    drafts = draft_and_reserve(prepared, config, communicator, full_parameters.meshes, stores)
+    units, drafts = full_parameters.units, draft_and_reserve(prepared, site)
     full_parameters.take_in_frozen()
     full_parameters.begin_write()
     with taking_over(model):
         return build_units(
             drafts,
-            config,
-            stores,
-            communicator,
-            full_parameters.meshes,
-            InitialValues(model, communicator),  # of which nobody asks for differences: there are none
+            site,
+            InitialValues(model, site.communicator),  # of which nobody asks for differences: there are none
             before=lambda index: _make_whole(units[index], full_parameters),
         )
 
@@ -107,29 +107,21 @@ def taking_over(model: nn.Module) -> Iterator[None]:
         raise
 
 
-def _build_unit(
-    index: int,
-    draft: UnitDraft,
-    config: Config,
-    stores: Stores,
-    communicator: Communicator,
-    meshes: Meshes,
-    initial_values: InitialValues,
-) -> ShardedUnit:
-    accelerator, plan = stores.accelerator, draft.plan
+def _build_unit(index: int, draft: UnitDraft, site: Site, initial_values: InitialValues) -> ShardedUnit:
+    plan, communicator = draft.plan, site.communicator
     awaited = all(deferred_init.promised(p) for _, p in plan.parameters)
     nbytes = sum(local_of(p).numel() * g.kind.dtype.itemsize for g in draft.groups for _, p in g.named)
-    with room_for(accelerator, "to shard", plan.name, nbytes):
+    with room_for(site.stores.accelerator, "to shard", plan.name, nbytes):
         deferred_init.materialize(p for _, p in plan.parameters)
         groups = [
             FlatGroup(
-                stores,
+                site.stores,
                 g.placement,
                 plan.name,
                 g.named,
                 g.kind.dtype,
-                meshes.of(g.kind.apart),
-                config.stage == 0,
+                site.meshes.of(g.kind.apart),
+                site.config.stage == 0,
                 g.kind.gather_options,
             )
             for g in draft.groups
@@ -138,10 +130,7 @@ def _build_unit(
             for flat in groups:
                 _note(flat, initial_values)
                 communicator.spread(plan.name, flat.home.data, flat.mesh)
-        wrappers = [parameter for _, parameter in plan.wrappers]
-        unit = ShardedUnit(
-            index, plan.name, plan.hooked_modules, groups, communicator, draft.is_resident, wrappers
-        )
+        unit = ShardedUnit(index, plan, groups, communicator, draft.is_resident)
         unit.finalize_shards()
     for name, parameter in (*plan.parameters, *plan.wrappers):
         parameter.grad = None

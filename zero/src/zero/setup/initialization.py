@@ -34,7 +34,7 @@ from zero.drafts.preparation import prepare, settings, warn_of_nothing_to_move
 from zero.engine import Engine
 from zero.pretrained import keep_promises
 from zero.setup.build import Sharded, build_engine
-from zero.setup.build_units import build_units, draft_and_reserve, taking_over
+from zero.setup.build_units import Site, build_units, draft_and_reserve, taking_over
 from zero.setup.initial_values import InitialValues
 from zero.sharding.distributed import name_dimensions
 from zero.sharding.exact import computes_in
@@ -117,25 +117,18 @@ def initialize(
     meshes.make(communicator.everywhere, differing)
     stores = Stores(accelerator, config.offload, communicator.observation.transfers)
     warn_of_nothing_to_move(config, accelerator.device, communicator.group.rank)
-    drafts = draft_and_reserve(prepared, config, communicator, meshes, stores)
+    site = Site(config, communicator, meshes, stores)
+    drafts = draft_and_reserve(prepared, site)
     initial_values = InitialValues(model, communicator)
-    _move_buffers(model, config, accelerator, communicator, meshes, initial_values)
+    _move_buffers(model, site, initial_values)
     with taking_over(model):
         adopt(model)
         accelz.unshare(dict.fromkeys(leaf for _, leaf in named_leaves(model)))
-        units = build_units(drafts, config, stores, communicator, meshes, initial_values)
+        units = build_units(drafts, site, initial_values)
         initial_values.warn_of_differences()
         keep_promises(units, communicator)
         calls = WeakKeyDictionary({module: module._compiled_call_impl for module in model.modules()})
-        sharded = Sharded(
-            config=config,
-            stores=stores,
-            communicator=communicator,
-            meshes=meshes,
-            units=units,
-            calls=calls,
-        )
-        return build_engine(model, sharded, prepared.optimizer, prepared.param_group_of, prepared.stepping)
+        return build_engine(model, Sharded(site=site, units=units, calls=calls), prepared)
 
 
 def _data_ranks(arranged: Arranged | None, process_group: ProcessGroup | None) -> Collection[int]:
@@ -147,15 +140,9 @@ def _data_ranks(arranged: Arranged | None, process_group: ProcessGroup | None) -
     return arranged.along(arranged.grid.data)
 
 
-def _move_buffers(
-    model: nn.Module,
-    config: Config,
-    accelerator: accelz.Accelerator,
-    communicator: Communicator,
-    meshes: Meshes,
-    initial_values: InitialValues,
-) -> None:
+def _move_buffers(model: nn.Module, site: Site, initial_values: InitialValues) -> None:
     """Move buffers to the device, whole and with their first rank's values."""
+    config, accelerator = site.config, site.stores.accelerator
     for module_name, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is None:
@@ -166,9 +153,9 @@ def _move_buffers(
             with room_for(accelerator, f"for {what}", None, buffer.nbytes):
                 module._buffers[name] = moved = _writable(buffer.to(accelerator.device, cast))
                 full_name = f"{module_name}.{name}".lstrip(".")
-                spread_over = meshes.of_buffer(full_name)
+                spread_over = site.meshes.of_buffer(full_name)
                 initial_values.note(full_name, moved, spread_over.apart)
-                spread_buffer(communicator, what, moved, spread_over)
+                spread_buffer(site.communicator, what, moved, spread_over)
 
 
 def _writable(buffer: Tensor) -> Tensor:

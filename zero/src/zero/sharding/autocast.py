@@ -59,7 +59,8 @@ def cast_before_use(model: nn.Module, config: Config) -> set[nn.Parameter]:
             named.update(rules)
     for rule in config.autocast_modules:
         if rule not in named:
-            raise ConfigError(f"autocast_modules: no module of class {_name(rule)!r} has matrices of its own")
+            name = getattr(rule, "__name__", rule)
+            raise ConfigError(f"autocast_modules: no module of class {name!r} has matrices of its own")
     return {p for p in casting - others if p.dim() > 1}
 
 
@@ -103,14 +104,11 @@ def _tell_of_unknown(model: nn.Module, config: Config) -> str:
 def _of_unknown_use(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Parameter]]:
     """Yield the fp32 matrices of modules that are not torch's own, and of these modules."""
     for module in model.modules():
-        if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and not _is_torchs(type(module)):
+        torchs = type(module).__module__.startswith("torch.nn.")
+        if not (torchs or isinstance(module, (nn.Embedding, nn.EmbeddingBag))):
             for parameter in module._parameters.values():
                 if parameter is not None and parameter.dim() > 1 and parameter.dtype is torch.float32:
                     yield module, parameter
-
-
-def _is_torchs(kind: type) -> bool:
-    return kind.__module__.startswith("torch.nn.")
 
 
 def _names(module: nn.Module) -> tuple[str, ...]:
@@ -119,10 +117,6 @@ def _names(module: nn.Module) -> tuple[str, ...]:
 
 def _matches(rule: type[nn.Module] | str, module: nn.Module) -> bool:
     return type(module).__name__ == rule if isinstance(rule, str) else isinstance(module, rule)
-
-
-def _name(rule: type[nn.Module] | str) -> str:
-    return rule if isinstance(rule, str) else rule.__name__
 
 
 _VANISH = (

@@ -44,16 +44,10 @@ class Binding:
         for index in self.moved_away():
             rebind(self.buffer.parameters[index], self.buffer.views[index])
 
-    def check_fits(self, index: int) -> None:
+    def check_fits(self, index: int, shape_only: bool = False) -> None:
         """Raise ModelError if the values that a parameter was given have another shape, dtype or device."""
-        if not self._fits(index):
-            values, view = self._both(index)
-            raise reshaped(self._names[index], view, values)
-
-    def check_shape(self, index: int) -> None:
-        """Raise ModelError if the values that a parameter was given have another shape."""
         values, view = self._both(index)
-        if values.shape != view.shape:
+        if values.shape != view.shape if shape_only else not self._fits(index):
             raise reshaped(self._names[index], view, values)
 
     def take_in(self, index: int) -> None:

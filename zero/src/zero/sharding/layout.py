@@ -74,12 +74,8 @@ class FlatLayout:
     def pieces(self, shard: int) -> tuple[Piece, ...]:
         """Return the parts of parameters that `shard` owns, in buffer order."""
         window = self.shard_slice(shard)
-        found = []
-        for index, slot in enumerate(self.slots):
-            low, high = max(slot.offset, window.start), min(slot.offset + slot.numel, window.stop)
-            if low < high:
-                found.append(Piece(index, low - slot.offset, low - window.start, high - low))
-        return tuple(found)
+        wholes = (Piece(index, 0, slot.offset, slot.numel) for index, slot in enumerate(self.slots))
+        return tuple(piece for whole in wholes if (piece := whole.within(window)) is not None)
 
     @cached_property
     def gaps(self) -> tuple[slice, ...]:

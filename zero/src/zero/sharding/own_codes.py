@@ -47,11 +47,12 @@ class OwnCodes:
         for index, (_, values) in mine.items():
             largest[index] = values.abs().max()
         reduce(largest)
+        to_scale = sys.modules["torchao.float8.float8_utils"].amax_to_scale
         for index, (parameter, (name, _)) in enumerate(zip(self._parameters, self._inside, strict=True)):
             piece, values = mine.get(index, (None, shard.new_zeros(1)))
             _, context = parameter.__tensor_flatten__()
             part = type(parameter).__tensor_unflatten__({name: values}, context, None, None)
-            part._precomputed_scale = _scale(largest[index], parameter._dtype)
+            part._precomputed_scale = to_scale(largest[index], parameter._dtype)
             (made,), self._metadata[index] = part.fsdp_pre_all_gather(None)
             if piece is not None:
                 codes[piece.shard_slice].copy_(made)
@@ -67,9 +68,3 @@ class OwnCodes:
         """Let the parameters have the tensors inside them again."""
         for parameter, (name, inner) in zip(self._parameters, self._inside, strict=True):
             setattr(parameter, name, inner)
-
-
-def _scale(largest: Tensor, dtype: torch.dtype) -> Tensor:
-    """The scale by which torchao casts a tensor, by its largest value."""
-    scale: Tensor = sys.modules["torchao.float8.float8_utils"].amax_to_scale(largest, dtype)
-    return scale

@@ -24,6 +24,7 @@ from zero.sharding.flat_group import FlatGroup, Pending
 from zero.sharding.forms import as_parameter, twins_of
 from zero.sharding.gather_format import EXACT, GatherFormat
 from zero.sharding.parameter_guard import ParameterGuard
+from zero.sharding.units import UnitPlan
 
 
 class Keep(Enum):
@@ -64,16 +65,14 @@ class ShardedUnit:
     def __init__(
         self,
         index: int,
-        name: str,
-        hooked_modules: Sequence[nn.Module],
+        plan: UnitPlan,
         groups: Sequence[FlatGroup],
         communicator: Communicator,
         resident: bool,
-        wrappers: Sequence[nn.Parameter] = (),
     ) -> None:
         self.index = index
-        self.name = name
-        self._hooked_modules = tuple(map(weakref.ref, hooked_modules))  # see `lifetime`
+        self.name = plan.name
+        self._hooked_modules = tuple(map(weakref.ref, plan.hooked_modules))  # see `lifetime`
         self.groups = tuple(groups)
         self.resident = resident
         self.forwards = 0
@@ -83,12 +82,12 @@ class ShardedUnit:
         self.persistent: set[GatherFormat] = set()
         self.changes = 0
         self._communicator = communicator
-        self.wrappers = tuple(wrappers)
+        self.wrappers = tuple(parameter for _, parameter in plan.wrappers)
         mine = [p for group in groups for p in group.parameters]
         twins = [as_parameter(twin) for p in mine for twin in twins_of(p)]
         pairs = [pair for group in groups for pair in zip(group.parameters, group.local, strict=True)]
         local = [inner for parameter, inner in pairs if inner is not parameter]
-        self.guard = ParameterGuard(mine, (*wrappers, *twins, *local))
+        self.guard = ParameterGuard(mine, (*self.wrappers, *twins, *local))
         self._pending: dict[GatherFormat, list[list[Pending]]] = {}  # one list for each group that has begun
         self._gathered: set[GatherFormat] = set()
         self._stale = False  # the weights changed: nothing gathered before may stay

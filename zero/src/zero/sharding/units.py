@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from torch import nn
 
@@ -162,12 +163,8 @@ def _visit(
 
 
 def _common(first: list[str], second: list[str]) -> list[str]:
-    shared = []
-    for a, b in zip(first, second, strict=False):
-        if a != b:
-            break
-        shared.append(a)
-    return shared
+    pairs = zip(first, second, strict=False)
+    return [name for name, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
 
 
 def _hooked_modules(

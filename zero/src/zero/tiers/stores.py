@@ -37,9 +37,7 @@ class Stores:
     is there twice. transfers: where copies between device and host are timed.
     """
 
-    def __init__(
-        self, accelerator: Accelerator, offload: Offload, transfers: Transfers | None = None
-    ) -> None:
+    def __init__(self, accelerator: Accelerator, offload: Offload, transfers: Transfers) -> None:
         self.transfers = transfers
         self.accelerator = accelerator
         self.offload = offload

@@ -175,7 +175,7 @@ class FullParameters(Uncopied):
     def check_shapes(self, names: Sequence[str]) -> None:
         """Raise ModelError if a held parameter was given values of another shape."""
         for _, group, index in map(self.locate, names):
-            group.binding.check_shape(index)
+            group.binding.check_fits(index, shape_only=True)
 
     def write_back(self, names: Sequence[str], source: int) -> None:
         """Write held parameters' values from rank `source` into every rank's shards and masters.
