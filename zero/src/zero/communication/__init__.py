@@ -3,7 +3,6 @@
 Modules, lowest first:
 
 lookout                 a thread that looks at what may go wrong
-notes                   what has happened on some ranks, maybe not on all
 reports, waits          what ranks exchange when a collective has failed; long waits, logged
 launch                  whether the processes that hold a job together are there
 failures                explains collectives that failed or differ

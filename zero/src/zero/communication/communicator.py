@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from zlib import crc32
@@ -28,8 +29,7 @@ from zero.communication.job import JobGroups, explained
 from zero.communication.ledger import Ledger, Traffic
 from zero.communication.line import Line
 from zero.communication.mesh import Mesh
-from zero.communication.notes import not_everywhere
-from zero.communication.reports import names
+from zero.communication.reports import not_everywhere
 from zero.errors import CommunicationError, RankMismatchError
 from zero.observe.observation import Observation
 from zero.warning import warn
@@ -38,20 +38,16 @@ SPREAD_BYTES = 4 << 20
 """Of one broadcast of first values: libraries may keep room for the largest message there has been."""
 
 
+@dataclass(slots=True, eq=False)
 class NamedHandle:
     """A collective under way that knows which unit it serves. mark(): called before and after it is waited
     for."""
 
-    __slots__ = ("_handle", "_issued", "_line", "_mark", "_ranks")
-
-    def __init__(
-        self, handle: Handle, issued: Issued, line: Line, ranks: Group, mark: Callable[[], None] | None = None
-    ) -> None:
-        self._mark = mark
-        self._handle = handle
-        self._issued = issued
-        self._line = line
-        self._ranks = ranks
+    _handle: Handle
+    _issued: Issued
+    _line: Line
+    _ranks: Group
+    _mark: Callable[[], None] | None = None
 
     def wait(self) -> None:
         """Order what follows after the collective. Raises CommunicationError."""
@@ -306,7 +302,8 @@ class Communicator:
         every = self.all_gather_object(self.ledger.line.failures.notes)
         for ranks, what in not_everywhere(dict(enumerate(every)), self.group.size):
             if 0 not in ranks:
-                warn(f"zero: on rank(s) {names(ranks, self.name)}, {what}", rank=self.group.rank)
+                told = ", ".join(map(self.name, ranks))
+                warn(f"zero: on rank(s) {told}, {what}", rank=self.group.rank)
 
     def _check_launch(self, gone: str) -> None:
         if gone:
@@ -393,10 +390,6 @@ class Communicator:
     def on_any_alike(self, what: str, flag: bool) -> bool:
         """Return whether any rank whose model has the same structure passes `flag`. Blocks the host."""
         return bool(self.highest(what, torch.tensor([flag], dtype=torch.int64, device=HOST), self.alike))
-
-    def broadcast_object(self, value: Any) -> Any:
-        """Return rank 0's JSON value on every rank. Blocks the host."""
-        return self.all_gather_object(value if self.group.rank == 0 else None)[0]
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Return every rank's JSON value, by rank. Blocks the host."""

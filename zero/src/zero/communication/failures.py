@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
@@ -52,33 +52,22 @@ class Recent:
 
 
 class Failures:
-    """Failures of collectives that were issued in one line. key: the line's prefix in the store.
+    """Failures of collectives that were issued in one line. reports: what the ranks tell each other about it.
 
-    log: number and text of the last. several: whether there are several engines in it. alike, name: as in
-    `Line`. first: what failed first; "" while nothing has. Nothing can be exchanged after that. notes: of
-    what has happened on this rank, perhaps on it alone, for errors to tell. recorder: told of failures.
+    log: number and text of the last. several: whether there are several engines in it. first: what failed
+    first; "" while nothing has. Nothing can be exchanged after that. notes: of what has happened on this
+    rank, perhaps on it alone, for errors to tell. recorder: told of failures.
     """
 
-    def __init__(
-        self,
-        group: Group,
-        key: str,
-        log: Iterable[tuple[int, str]],
-        waits: Waits,
-        several: bool,
-        alike: Sequence[int],
-        name: Callable[[int], str],
-    ) -> None:
+    def __init__(self, reports: Reports, log: Iterable[tuple[int, str]], waits: Waits, several: bool) -> None:
         self.first = ""
         self.recorder: FlightRecorder | None = None
-        self._group = group
+        self.notes = reports.notes
+        self._reports = reports
+        self._group = reports.group
         self._log = log
         self._waits = waits
         self._advice = f"{_ADVICE}. {_ENGINES}" if several else _ADVICE
-        self._alike = alike
-        self._name = name
-        self._reports = Reports(group, key, alike, name)
-        self.notes = self._reports.notes
 
     def check(self) -> None:
         """Raise CommunicationError if a collective has failed before."""
@@ -113,7 +102,8 @@ class Failures:
         self.first = self.first or str(error)
         if difference:  # libraries abort, too, where ranks meet in collectives of different sizes
             raise RankMismatchError(f"{difference}. {self._advice}") from error
-        raise CommunicationError(f"rank {self._name(self._group.rank)}: {error}. {_WORTHLESS}") from error
+        rank = self._reports.name(self._group.rank)
+        raise CommunicationError(f"rank {rank}: {error}. {_WORTHLESS}") from error
 
     def mismatch(self) -> NoReturn:
         """Raise for ranks whose hashes differ."""
@@ -129,7 +119,8 @@ class Failures:
         """The ranks to ask about a collective over `ranks`: those that issue the same, or, where some of its
         members do not, its members."""
         members = self._members(ranks)
-        return self._alike if set(members) <= set(self._alike) else members
+        alike = self._reports.alike
+        return alike if set(members) <= set(alike) else members
 
     def _members(self, ranks: Group) -> Sequence[int]:
         """A group's members by their numbers in the job."""
@@ -142,7 +133,7 @@ class Failures:
         """Translate a group's rank numbers to the job's, for errors; "" if they are the same."""
         if ranks.size == self._group.size:
             return ""
-        numbers = ", ".join(map(self._name, self._members(ranks)))
+        numbers = self._reports.names(self._members(ranks))
         return f" (ranks 0 to {ranks.size - 1} of this group are ranks {numbers} of the job)"
 
     def _difference(self) -> str:

@@ -143,10 +143,6 @@ class Job:
                 f"of the ranks are {meshes[0]} on rank 0, {meshes[rank]} on rank {rank}"
             )
 
-    def new_group(self, timeout: float) -> Group:
-        """Make another group of all the job's ranks, which must all call this."""
-        return self.part([range(len(self._ranks))], timeout)
-
     def part(self, parts: Sequence[Sequence[int]], timeout: float) -> Group:
         """Divide the job into groups; return this rank's. All of its ranks must call this."""
         collectives = self._accelerator.collectives
@@ -248,7 +244,7 @@ def _of_ranks(accelerator: Accelerator, world: Group, ranks: tuple[int, ...]) ->
 
 
 def _new_groups(job: Job, grid: Grid, members: Group, timeout: float) -> JobGroups:
-    parts, whole = grid.parts(grid.data), job.connect(job.new_group(timeout))
+    parts, whole = grid.parts(grid.data), job.connect(job.part([range(members.size)], timeout))
     data = whole if len(parts) == 1 else job.connect(job.part(parts, timeout))
     return JobGroups(job, grid, whole, data, job.part(parts, timeout), grid.part(members.rank, grid.data))
 

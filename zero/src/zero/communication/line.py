@@ -10,6 +10,7 @@ from zlib import crc32
 from accelz import Group
 from accelz.ranks.exchange import unused_key
 from zero.communication.failures import Failures, Issued, Recent
+from zero.communication.reports import Reports
 from zero.communication.waits import Waits
 from zero.observe.flight_recorder import program_line
 
@@ -27,16 +28,14 @@ class Line:
     is. count, log: how many entries there were, and the last LOG_LENGTH.
     """
 
-    def __init__(
-        self, group: Group, engine: int, alike: Sequence[int] | None = None, name: Callable[[int], str] = str
-    ) -> None:
-        alike = range(group.size) if alike is None else alike
-        key = self.key = unused_key(group, "zero/line")
+    def __init__(self, group: Group, engine: int, alike: Sequence[int], name: Callable[[int], str]) -> None:
+        self.key = unused_key(group, "zero/line")
         self.engine = engine
         self.count = 0
         self.log = Recent(LOG_LENGTH)
-        self.waits = Waits(group, key, self.log, alike, name)
-        self.failures = Failures(group, key, self.log, self.waits, engine > 1, alike, name)
+        reports = Reports(group, self.key, alike, name)
+        self.waits = Waits(reports, self.log)
+        self.failures = Failures(reports, self.log, self.waits, several=engine > 1)
         # The engine that issued last, and a hash of all turns; by kind, since a graph that is partly on the
         # host may run reductions or others sooner.
         self._turns: dict[Kind, tuple[int, int]] = dict.fromkeys(get_args(Kind), (0, 0))

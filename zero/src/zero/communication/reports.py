@@ -14,11 +14,12 @@ from dataclasses import asdict, dataclass, field
 
 from accelz import Group
 from accelz.ranks.bounded_store import BoundedStore, HostSilentError
-from zero.communication.notes import Notes, not_everywhere
 
 SECONDS = 5.0  # how long a rank waits for the others' reports, or for the store itself
 
 Log = Mapping[int, str]  # a rank's last collectives, by number
+Notes = Mapping[str, str]
+"""What has happened on a rank, perhaps on it alone, for the whole job to be told; by what it is about."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Report:
     """One rank's report.
 
     turn: its place in the order of reports, from 1. failure: None if the rank only found that the ranks'
-    collectives differ. notes: see `notes`.
+    collectives differ. notes: see `Notes`.
     """
 
     turn: int
@@ -49,22 +50,28 @@ class Report:
 
 
 class Reports:
-    """The reports of all ranks of a group about one engine. key: the engine's key in the store.
+    """What the ranks of a group tell each other about the line of collectives that they issue.
 
-    alike: the ranks whose engines must issue the same (None: all). name: says for messages which rank one is.
-    notes: of this rank. silence: why there are no reports, where the store's host does not answer.
+    key: the line's key in the store. alike: the ranks that must issue the same (None: all). name: says for
+    messages which rank one is. notes: of this rank. silence: why there are no reports, where the store's host
+    does not answer.
     """
 
     def __init__(
         self, group: Group, key: str, alike: Sequence[int] | None = None, name: Callable[[int], str] = str
     ) -> None:
-        self._group = group
-        self._key = key
-        self._alike = range(group.size) if alike is None else alike
-        self._name = name
-        self._published = False
+        self.group = group
+        self.key = key
+        self.alike = range(group.size) if alike is None else alike
+        self.name = name
         self.notes: dict[str, str] = {}
         self.silence = ""
+        self._published = False
+
+    @property
+    def store(self) -> BoundedStore:
+        """For what explains a wait and must not become another one."""
+        return hurried(self.group)
 
     def exchange(
         self, log: Log, failure: Failure | None = None, among: Sequence[int] | None = None
@@ -74,15 +81,15 @@ class Reports:
         among: the ranks to wait for; None: those that are alike.
         """
         reports: dict[int, Report] = {}
-        store = hurried(self._group)
+        store = self.store
         deadline = time.monotonic() + store.seconds
         try:
             self._publish(store, log, failure)
-            waiting = set(self._alike if among is None else among)
+            waiting = set(self.alike if among is None else among)
             while waiting and time.monotonic() < deadline:
                 for rank in sorted(waiting):
-                    if store.check([f"{self._key}/{rank}"]):
-                        reports[rank] = _parse(store.get(f"{self._key}/{rank}"))
+                    if store.check([f"{self.key}/{rank}"]):
+                        reports[rank] = _parse(store.get(f"{self.key}/{rank}"))
                         waiting.discard(rank)
                 time.sleep(0.02)
         except HostSilentError as error:
@@ -93,9 +100,31 @@ class Reports:
 
     def difference(self, log: Log, reports: Mapping[int, Report]) -> str:
         """Say where this rank's sequence and another's diverge; "" if they agree as far as both go."""
-        logs = {rank: report.log for rank, report in reports.items() if rank in self._alike}
-        found = difference(self._group.rank, log, logs, self._name)
+        logs = {rank: report.log for rank, report in reports.items() if rank in self.alike}
+        found = self.first_difference(log, logs)
         return ". ".join([found, *self._noted(reports)]) if found else ""
+
+    def first_difference(self, log: Log, others: Mapping[int, Log]) -> str:
+        """Say where this rank's sequence and another's diverge; "" if they agree. others: logs by rank."""
+        for other, theirs in sorted(others.items()):
+            for number, text in theirs.items():
+                if log.get(number, text) != text:
+                    return (
+                        f"ranks issued different collectives: number {number} is {log[number]} on rank "
+                        f"{self.name(self.group.rank)}, but {text} on rank {self.name(other)}"
+                    )
+        return ""
+
+    def first(self) -> str:
+        """What the first report says, whichever rank's it is; "" while there is none."""
+        store = self.store
+        if not store.check([f"{self.key}/first"]):
+            return ""
+        rank = int(store.get(f"{self.key}/first"))
+        failure = _parse(store.get(f"{self.key}/{rank}")).failure
+        if failure is None:
+            return f"rank {self.name(rank)} has failed: the ranks' collectives differ"
+        return f"rank {self.name(rank)} has failed: collective {failure.number}, {failure.text}, {failure}"
 
     def describe(
         self,
@@ -109,7 +138,7 @@ class Reports:
         places: the call, not a collective, in which a rank that has not reported waits, if it published that.
         among: the ranks that take part in the collective; None: those that are alike.
         """
-        here = f"rank {self._name(self._group.rank)}: collective {mine.number}, {mine.text}, failed"
+        here = f"rank {self.name(self.group.rank)}: collective {mine.number}, {mine.text}, failed"
         origin = self._origin(mine, reports)
         if origin is None and not self._timed_out(mine):
             here += " on this rank first,"
@@ -117,10 +146,9 @@ class Reports:
         if origin is not None:
             rank, first = origin
             parts.append(
-                f"It failed on rank {self._name(rank)} first: collective {first.number}, {first.text}, "
-                f"{first}"
+                f"It failed on rank {self.name(rank)} first: collective {first.number}, {first.text}, {first}"
             )
-        parts += self._absence(mine, reports, places, self._alike if among is None else among)
+        parts += self._absence(mine, reports, places, self.alike if among is None else among)
         if len(parts) == 1 and self._timed_out(mine):
             parts.append("All ranks had reached it: check the connections between them")
         parts += self._noted(reports)
@@ -129,11 +157,11 @@ class Reports:
     def _publish(self, store: BoundedStore, log: Log, failure: Failure | None) -> None:
         if not self._published:
             self._published = True
-            turn = store.add(f"{self._key}/reports", 1)
+            turn = store.add(f"{self.key}/reports", 1)
             report = [turn, list(log.items()), failure and asdict(failure), self.notes]
-            store.set(f"{self._key}/{self._group.rank}", json.dumps(report))
+            store.set(f"{self.key}/{self.group.rank}", json.dumps(report))
             if turn == 1:
-                store.set(f"{self._key}/first", str(self._group.rank))
+                store.set(f"{self.key}/first", str(self.group.rank))
 
     def _origin(self, mine: Failure, reports: Mapping[int, Report]) -> tuple[int, Failure] | None:
         """Return the rank that failed first and its failure, if it is another and tells more than `mine`.
@@ -146,14 +174,14 @@ class Reports:
             return None
         rank, _, first = min(found, key=lambda f: self._precedence(f[2], f[1]))
         alike = self._timed_out(first) and first.number == mine.number
-        return None if rank == self._group.rank or alike else (rank, first)
+        return None if rank == self.group.rank or alike else (rank, first)
 
     def _precedence(self, failure: Failure, turn: int) -> tuple[bool, int, int]:
         late = self._timed_out(failure)
         return late, failure.number if late else 0, turn
 
     def _timed_out(self, failure: Failure) -> bool:
-        return failure.seconds >= self._group.timeout
+        return failure.seconds >= self.group.timeout
 
     def _absence(
         self, mine: Failure, reports: Mapping[int, Report], places: Mapping[int, str], among: Sequence[int]
@@ -161,54 +189,43 @@ class Reports:
         """Return sentences about ranks that were missing; empty if none."""
         if self.silence:
             return [f"Nothing is known of the other ranks: {self.silence}"]
-        others = [r for r in among if r != self._group.rank]
+        others = [r for r in among if r != self.group.rank]
         silent = [r for r in others if r not in reports and r not in places]
         behind = [
             r
             for r in others
-            if r in self._alike and r in reports and max(reports[r].log, default=0) < mine.number
+            if r in self.alike and r in reports and max(reports[r].log, default=0) < mine.number
         ]
         told = (
-            [f"{'; '.join(elsewhere(places, self._name))}: every rank must make the same calls"]
-            if places
-            else []
+            [f"{'; '.join(self.waiting_in(places))}: every rank must make the same calls"] if places else []
         )
         if silent and self._timed_out(mine):
             told.append(
-                f"rank(s) {self._names(silent)} did not answer (dead, or busy outside the engine): look at "
-                f"the output of rank {self._name(silent[0])} first"
+                f"rank(s) {self.names(silent)} did not answer (dead, or busy outside the engine): look at "
+                f"the output of rank {self.name(silent[0])} first"
             )
         elif silent:
-            limit = f"until the timeout of {self._group.timeout:.0f} s"
-            told.append(f"rank(s) {self._names(silent)} did not answer (dead, or waiting for others {limit})")
+            limit = f"until the timeout of {self.group.timeout:.0f} s"
+            told.append(f"rank(s) {self.names(silent)} did not answer (dead, or waiting for others {limit})")
         elif behind:
-            told.append(f"rank(s) {self._names(behind)} had not reached it")
+            told.append(f"rank(s) {self.names(behind)} had not reached it")
         return told
 
     def _noted(self, reports: Mapping[int, Report]) -> list[str]:
         """Return sentences about what some ranks have noted and others have not."""
-        every = {rank: report.notes for rank, report in reports.items() if rank in self._alike}
+        every = {rank: report.notes for rank, report in reports.items() if rank in self.alike}
         return [
-            f"On rank(s) {self._names(ranks)}, {what}"
-            for ranks, what in not_everywhere(every, len(self._alike))
+            f"On rank(s) {self.names(ranks)}, {what}"
+            for ranks, what in not_everywhere(every, len(self.alike))
         ]
 
-    def _names(self, ranks: Sequence[int]) -> str:
-        return names(ranks, self._name)
+    def waiting_in(self, places: Mapping[int, str]) -> list[str]:
+        """Say for each place which ranks wait there. places: by rank."""
+        at = {place: [r for r, other in places.items() if other == place] for place in places.values()}
+        return [f"rank(s) {self.names(ranks)} wait in {place}" for place, ranks in at.items()]
 
-
-def first_report(group: Group, key: str, name: Callable[[int], str]) -> str:
-    """What the first report about an engine says, whichever rank's it is; "" while there is none. For the
-    arguments see `Reports`."""
-    store = hurried(group)
-    if not store.check([f"{key}/first"]):
-        return ""
-    rank = int(store.get(f"{key}/first"))
-    failure = _parse(store.get(f"{key}/{rank}")).failure
-    what = (
-        "the ranks' collectives differ" if failure is None else f"collective {failure.number}, {failure.text}"
-    )
-    return f"rank {name(rank)} has failed: {what}" + (f", {failure}" if failure else "")
+    def names(self, ranks: Sequence[int]) -> str:
+        return ", ".join(map(self.name, ranks))
 
 
 def hurried(group: Group) -> BoundedStore:
@@ -216,26 +233,17 @@ def hurried(group: Group) -> BoundedStore:
     return group.store.within(min(SECONDS, group.timeout))
 
 
-def difference(rank: int, log: Log, others: Mapping[int, Log], name: Callable[[int], str] = str) -> str:
-    """Say where the sequence of `rank` and another's diverge; "" if they agree. others: logs by rank."""
-    for other, theirs in sorted(others.items()):
-        for number, text in theirs.items():
-            if log.get(number, text) != text:
-                return (
-                    f"ranks issued different collectives: number {number} is {log[number]} on rank "
-                    f"{name(rank)}, but {text} on rank {name(other)}"
-                )
-    return ""
+def not_everywhere(every: Mapping[int, Notes], size: int) -> list[tuple[list[int], str]]:
+    """Return what some of the ranks have noted, and which ranks: one text for each thing noted.
 
-
-def elsewhere(places: Mapping[int, str], name: Callable[[int], str] = str) -> list[str]:
-    """Say for each place which ranks wait there. places: by rank."""
-    at = {place: [r for r, other in places.items() if other == place] for place in places.values()}
-    return [f"rank(s) {names(ranks, name)} wait in {place}" for place, ranks in at.items()]
-
-
-def names(ranks: Sequence[int], name: Callable[[int], str] = str) -> str:
-    return ", ".join(map(name, ranks))
+    every: of those that are known, by rank. size: how many ranks there are.
+    """
+    found = []
+    for about in dict.fromkeys(about for notes in every.values() for about in notes):
+        ranks = [rank for rank, notes in every.items() if about in notes]
+        if len(ranks) < size:
+            found.append((ranks, every[ranks[0]][about]))
+    return found
 
 
 def _parse(text: str | bytes) -> Report:

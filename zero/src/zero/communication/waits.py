@@ -11,15 +11,14 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from threading import get_ident
 
-from accelz import Group
 from accelz.ranks.bounded_store import HostSilentError
 from zero.communication.lookout import LONGEST, keep_looking
-from zero.communication.reports import Log, difference, elsewhere, first_report, hurried, names
+from zero.communication.reports import Log, Reports
 
 _COLLECTIVE = "collective"  # so begins the place of a wait in one
 
@@ -52,25 +51,15 @@ _Published = tuple[int, str, Log]  # by a rank: a wait's number; its place, "" o
 
 
 class Waits:
-    """The waits of the engines in one line. key: the engine's key in the store. log: its last collectives.
-
-    alike, name: as in `Line`. seconds: of the host, in waits that are over.
+    """The waits of the engines in one line. reports: what the ranks tell each other about it. log: its last
+    collectives. seconds: of the host, in waits that are over.
     """
 
-    def __init__(
-        self,
-        group: Group,
-        key: str,
-        log: Iterable[tuple[int, str]],
-        alike: Sequence[int] | None = None,
-        name: Callable[[int], str] = str,
-    ) -> None:
-        alike = range(group.size) if alike is None else alike
+    def __init__(self, reports: Reports, log: Iterable[tuple[int, str]]) -> None:
+        group, alike = reports.group, reports.alike
+        self._reports = reports
         self._group = group
-        self._first = alike[0]
-        self._name = name
-        self._reports = key
-        self._key = f"{key}/waiting"
+        self._key = f"{reports.key}/waiting"
         self._log = log
         self._read_from = alike if group.rank == alike[0] else alike[:1]
         self._waits: dict[int, Wait] = {}  # by thread
@@ -126,7 +115,7 @@ class Waits:
 
     def describe(self, ranks: Iterable[int], number: int) -> str:
         """Say where ranks wait that are missed after collective `number`, as far as they have told."""
-        return "; ".join(elsewhere(self._elsewhere(ranks, number), self._name))
+        return "; ".join(self._reports.waiting_in(self._elsewhere(ranks, number)))
 
     def _elsewhere(self, ranks: Iterable[int], number: int) -> dict[int, str]:
         with suppress(RuntimeError, OSError):  # the store's host is gone or silent: this is all there is
@@ -141,7 +130,7 @@ class Waits:
             if seconds < self.patience / 4 or wait.explained:
                 continue
             try:
-                if not wait.failure and (failure := first_report(self._group, self._reports, self._name)):
+                if not wait.failure and (failure := self._reports.first()):
                     wait.failure = wait.told = True
                     self._tell(wait, seconds, failure)
                 if seconds >= self.patience:
@@ -160,7 +149,7 @@ class Waits:
             return
         others = self._read(self._read_from)
         logs = {rank: log for rank, (_, _, log) in others.items()}
-        found = difference(self._group.rank, dict(self._log), logs, self._name)
+        found = self._reports.first_difference(dict(self._log), logs)
         if found or not wait.told:
             self._tell(wait, seconds, found or self._company(wait, others))
         wait.told, wait.explained = True, bool(found)
@@ -174,22 +163,23 @@ class Waits:
         }
         come = [rank for rank, (number, _, _) in others.items() if number >= wait.number]
         absent = [r for r in self._read_from if r not in (*apart, *come)]
-        told = elsewhere(apart, self._name)
+        told = self._reports.waiting_in(apart)
         if absent:
-            told.append(f"rank(s) {names(absent, self._name)} are not there yet")
-        first = self._first == self._group.rank
-        return "; ".join(told) or (
-            "all ranks wait" if first else f"rank {self._name(self._first)} waits, too"
-        )
+            told.append(f"rank(s) {self._reports.names(absent)} are not there yet")
+        if told:
+            return "; ".join(told)
+        first = self._reports.alike[0]
+        alone = first != self._group.rank
+        return f"rank {self._reports.name(first)} waits, too" if alone else "all ranks wait"
 
     def _publish(self, number: int, place: str) -> None:
         said = json.dumps([number, place, list(dict(self._log).items())])
-        hurried(self._group).set(f"{self._key}/{self._group.rank}", said)
+        self._reports.store.set(f"{self._key}/{self._group.rank}", said)
 
     def _read(self, ranks: Iterable[int]) -> dict[int, _Published]:
         """What ranks have published, by rank: where each waits or has waited, and its log."""
         found: dict[int, _Published] = {}
-        store = hurried(self._group)
+        store = self._reports.store
         for rank in ranks:
             if store.check([f"{self._key}/{rank}"]):
                 number, place, log = json.loads(store.get(f"{self._key}/{rank}"))
@@ -201,6 +191,6 @@ class Waits:
         limit, timeout = wait.limit or self._group.timeout, self._group.timeout
         logger.warning(
             "rank %s has waited %.0f s in %s: %s. It will fail after %.0f s%s",
-            *(self._name(self._group.rank), seconds, wait.place, what, limit),
+            *(self._reports.name(self._group.rank), seconds, wait.place, what, limit),
             " (Config.timeout)" if limit == timeout else "",
         )
