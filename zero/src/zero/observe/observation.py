@@ -11,7 +11,7 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, fields
 from numbers import Real
 from typing import Any
@@ -22,21 +22,15 @@ from torch import Tensor
 from accelz import Accelerator
 from accelz import Event as DeviceEvent
 from zero.errors import UsageError
-from zero.observe.observer import Event, Observer, Run, Step
+from zero.observe.observer import ALONE, KINDS, Event, Observer, Run, Step
 from zero.observe.transfers import Transfer, Transfers, rates
 from zero.warning import warn
 
 PATIENCE = 10.0
 """Seconds that the device is waited for when an observation ends."""
 _OF_STEPS = ("forward", "backward")
-_TAKEN = {field.name for field in fields(Step)} | {"seconds", "tokens_per_second", "mfu", "step"}
-_KINDS = (
-    "seconds/",
-    "calls/",
-    "bytes/",
-    "rates/",
-    "moved/",
-)  # of Step.metrics; each rank's memory/ may be told
+_TAKEN = {field.name for field in fields(Step)} | {*ALONE, "step"}
+_KINDS = tuple(f"{kind}/" for kind in KINDS if kind != "memory")  # each rank's memory/ may be told
 _TIME_EVERY = 1.0  # seconds between steps whose transfers are timed
 _LATE = 32  # steps that may be untold, before those that the device has not passed are waited for
 
@@ -322,7 +316,7 @@ def timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
     seconds[phase] = time.monotonic() - began
 
 
-class Observing:
+class Observing(AbstractContextManager["Observing"]):
     """What `engine.observe` returns: `close()`, or the end of a `with` block, ends the observation by
     these observers."""
 
@@ -331,9 +325,6 @@ class Observing:
 
     def close(self) -> None:
         self._observation.close(self._observers)
-
-    def __enter__(self) -> Observing:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -7,6 +7,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 Numbers = Mapping[str, float]
+ALONE = "learning_rate", "grad_norm", "loss_scale", "seconds", "tokens_per_second", "mfu", "skipped", "waited"
+"""Attributes of a step that are one number each, or None."""
+KINDS = ("seconds", "calls", "bytes", "rates", "moved", "memory")
+"""Of numbers that a step has by name, such as "seconds/forward"."""
 
 
 @dataclass(frozen=True)
@@ -83,26 +87,17 @@ class Step:
 
     def metrics(self) -> dict[str, float]:
         """All but `units` as one number each, for writers that take names and numbers."""
-        single = {
-            "learning_rate": self.learning_rate,
-            "grad_norm": self.grad_norm,
-            "loss_scale": self.loss_scale,
-            "seconds": self.seconds,
-            "tokens_per_second": self.tokens_per_second,
-            "mfu": self.mfu,
-            "skipped": float(self.skipped),
-            "waited": self.waited,
-        }
-        every = {
-            "seconds": self.phases,
-            "calls": self.calls,
-            "bytes": self.bytes,
-            "rates": self.rates,
-            "moved": self.moved,
-            "memory": self.memory,
-        }
-        named = {f"{kind}/{name}": n for kind, numbers in every.items() for name, n in numbers.items()}
-        return {**self.logged, **{name: n for name, n in single.items() if n is not None}, **named}
+        single = {name: float(n) for name in ALONE if (n := getattr(self, name)) is not None}
+        every = self.phases, self.calls, self.bytes, self.rates, self.moved, self.memory
+        of_kinds = zip(KINDS, every, strict=True)
+        named = {f"{kind}/{name}": n for kind, numbers in of_kinds for name, n in numbers.items()}
+        return {**self.logged, **single, **named}
+
+
+def chosen(step: Step, every: int) -> dict[str, float]:
+    """What a writer is to tell that takes a call for each number: what the program has logged, and of each
+    `every`-th step all metrics."""
+    return dict(step.logged) if step.number % every else step.metrics()
 
 
 @dataclass(frozen=True)

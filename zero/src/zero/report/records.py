@@ -10,15 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from zero.errors import StateError
+from zero.observe.observer import ALONE, KINDS
 from zero.report.figures import X
 
 POINTS = 1000
 """The most points of a line in a picture; where there are more steps, a point is the mean of several."""
-_OWN = (
-    "time", "step", "learning_rate", "grad_norm", "loss_scale", "seconds", "tokens_per_second", "mfu",
-    "skipped", "waited", "tokens", "units",
-)  # fmt: skip
-_KINDS = ("seconds", "calls", "bytes", "rates", "moved", "memory")
+_OWN = (*ALONE, "time", "step", "tokens", "units")
 
 Row = Mapping[str, Any]
 
@@ -107,7 +104,7 @@ def _kind(name: str) -> str | None:
     if name in _OWN:
         return None
     kind, _, rest = name.partition("/")
-    return kind if rest and kind in _KINDS else ""
+    return kind if rest and kind in KINDS else ""
 
 
 def _mean(rows: Iterable[Row], key: str) -> float | None:

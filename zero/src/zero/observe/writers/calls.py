@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from zero.observe.observer import Observer, Step
-from zero.observe.writers.chosen import chosen
+from zero.observe.observer import Observer, Step, chosen
 
 
 class Calls(Observer):

@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from zero.observe.observer import Event, Observer, Run, Step
-from zero.observe.writers.chosen import chosen
+from zero.observe.observer import Event, Observer, Run, Step, chosen
 
 _SECONDS = 5.0  # between calls to the tracking server
 _MOST = 1000  # metrics of a call

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from zero.observe.observer import Event, Observer, Run, Step
-from zero.observe.writers.chosen import chosen
+from zero.observe.observer import Event, Observer, Run, Step, chosen
 
 
 class TensorBoard(Observer):

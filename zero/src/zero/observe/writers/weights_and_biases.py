@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from zero.observe.observer import Event, Observer, Run, Step
-from zero.observe.writers.chosen import chosen
+from zero.observe.observer import Event, Observer, Run, Step, chosen
 
 
 class WeightsAndBiases(Observer):
