@@ -206,16 +206,19 @@ class _Leaves:
         return f"unknown; did you mean {near[0]!r}?" if near else "no counterpart; remove it"
 
 
-def read(source: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
-    """Return a configuration, which is given as it is or as a file. Raises ConfigError for anything else."""
+def read(
+    source: Mapping[str, Any] | str | Path, what: str = "a DeepSpeed configuration"
+) -> Mapping[str, Any]:
+    """Return settings, which are given as they are or as a file. what: to call them. Raises ConfigError for
+    anything else."""
     if isinstance(source, Mapping):
         return source
     try:
         given = json.loads(as_path(source).read_text(encoding="utf-8"))
     except (OSError, TypeError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{source} is not a DeepSpeed configuration: {error}") from error
+        raise ConfigError(f"{source} is not {what}: {error}") from error
     if not isinstance(given, dict):
-        raise ConfigError(f"{source} is not a DeepSpeed configuration: expected a JSON object")
+        raise ConfigError(f"{source} is not {what}: expected a JSON object")
     return given
 
 

@@ -174,28 +174,16 @@ class Config(Validated):
         return self
 
     @model_validator(mode="after")
-    def _gathers_to_change(self) -> Config:
+    def _fits_together(self) -> Config:
         for name in ("gather_dtype", "autocast_modules"):
             if getattr(self, name) and self.stage < 3:
                 raise ValueError(
                     f"{name}: below stage 3 no weights are gathered for the computation; set stage=3"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _shards_to_share(self) -> Config:
         if self.shard_ranks is not None and self.stage == 0:
             raise ValueError("shard_ranks: at stage 0 every rank has the whole model; set stage=1, 2 or 3")
-        return self
-
-    @model_validator(mode="after")
-    def _buffers_to_cast(self) -> Config:
         if self.cast_buffers and self.precision == "model":
             raise ValueError("cast_buffers: precision='model' leaves every dtype as it is; set a precision")
-        return self
-
-    @model_validator(mode="after")
-    def _offload_fits_the_stage(self) -> Config:
         if self.offload.params != "device" and self.stage < 3:
             raise ValueError("offload: below stage 3 the parameters stay whole on the device; set stage=3")
         if self.offload.activations != "device" and self.compile is None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from zero.config.deepspeed import from_deepspeed
+from zero.config.deepspeed import from_deepspeed, read
 from zero.config.training import Config
 from zero.errors import ConfigError
 
@@ -23,7 +22,7 @@ def config_of(source: Mapping[str, Any] | str | Path, args: Any, ranks: int) -> 
     loss are left to Trainer, which makes the optimizer and the scheduler, too. Raises ConfigError for what
     differs, and as `from_deepspeed` does.
     """
-    given = copy.deepcopy(dict(source)) if isinstance(source, Mapping) else _read(Path(source))
+    given = copy.deepcopy(dict(read(source)))
     differing = _fill(given, _said(args, ranks))
     differing += _without(given, "optimizer", ("Adam", "AdamW"))
     scheduler = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
@@ -40,16 +39,6 @@ def config_of(source: Mapping[str, Any] | str | Path, args: Any, ranks: int) -> 
     if args.fp16:
         mine |= {"precision": "model", "loss_scale": None}
     return from_deepspeed(given, ranks).model_copy(update=mine)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        given = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} is not a DeepSpeed configuration: {error}") from error
-    if not isinstance(given, dict):
-        raise ConfigError(f"{path} is not a DeepSpeed configuration: expected a JSON object")
-    return given
 
 
 def _said(args: Any, ranks: int) -> dict[tuple[str, ...], Any]:

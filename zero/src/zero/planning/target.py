@@ -18,11 +18,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from zero.config.deepspeed import from_deepspeed
+from zero.config.deepspeed import from_deepspeed, read
 from zero.config.offload import Offload
 from zero.config.training import Config
 from zero.deferred.deferred_init import is_deferred, outlined
-from zero.errors import ConfigError, OptimizerError, UsageError
+from zero.errors import OptimizerError, UsageError
 from zero.files.boundary import typed
 from zero.files.dtypes import TORCH
 from zero.optimizer.kernel_rules import SERVED
@@ -185,23 +185,11 @@ def _module(tree: Mapping[str, Any]) -> nn.Module:
 def settings(file: Path | None, changes: Mapping[str, Any], ranks: int) -> Config:
     """The settings in a JSON file, zero's or DeepSpeed's, with some of them changed. ranks: of the job that
     DeepSpeed's batch sizes are for. Raises ConfigError."""
-    given: dict[str, Any] = {}
-    if file is not None:
-        given = _read(file)
-        if DEEPSPEED & given.keys():
-            config = from_deepspeed(given, ranks)
-            given = {name: getattr(config, name) for name in config.model_fields_set}
+    given = {} if file is None else read(file, "a file of settings")
+    if DEEPSPEED & given.keys():
+        config = from_deepspeed(given, ranks)
+        given = {name: getattr(config, name) for name in config.model_fields_set}
     return Config(**{**given, **changes})
-
-
-def _read(file: Path) -> dict[str, Any]:
-    try:
-        given = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{file} cannot be read as JSON: {error}") from error
-    if not isinstance(given, dict):
-        raise ConfigError(f"{file} does not contain a JSON object of settings")
-    return given
 
 
 def offload_of(pairs: list[str]) -> Offload | str:
