@@ -164,7 +164,7 @@ class ZeroStrategy(OnAccelz, DDPStrategy):
         self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
     ) -> tuple[nn.Module, list[Optimizer], Any]:
         self._parameters |= {each: parameters_of(each) for each in optimizers}
-        self._engines.append(initialize(module, one_or_all(optimizers), self.config))
+        self._engines.append(initialize(module, optimizers, self.config))
         return module, optimizers, scheduler
 
     def setup_module(self, module: nn.Module) -> nn.Module:
@@ -404,10 +404,6 @@ def convert(conversion: Callable[[nn.Module], nn.Module], module: nn.Module) -> 
 def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
     """The parameters in an optimizer's param_groups: the model's, until the engine has it."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def one_or_all(optimizers: Sequence[Optimizer]) -> Optimizer | Sequence[Optimizer]:
-    return optimizers[0] if len(optimizers) == 1 else optimizers
 
 
 def clip_values(parameters: Sequence[nn.Parameter], limit: float) -> None:

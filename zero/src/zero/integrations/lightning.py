@@ -39,15 +39,14 @@ from zero.integrations.fabric import (
     convert,
     join_job,
     on_device,
-    one_or_all,
     packed,
     parameters_of,
     registered,
     unpacked,
 )
-from zero.integrations.lightning_ema import EMA as EMA
-from zero.integrations.lightning_ema import KEY
-from zero.integrations.lightning_metrics import Metrics as Metrics
+from zero.integrations.lightning_callbacks import EMA as EMA
+from zero.integrations.lightning_callbacks import KEY
+from zero.integrations.lightning_callbacks import Metrics as Metrics
 from zero.setup.initialization import initialize
 
 PRIVATE_NAMES = ("lightning.pytorch.strategies.DDPStrategy()._layer_sync",)
@@ -127,7 +126,7 @@ class ZeroStrategy(OnAccelz, DDPStrategy):
             self.setup_optimizers(trainer)
             self._parameters = {each: parameters_of(each) for each in self.optimizers}
             self._redirect(module)
-        optimizers = one_or_all(self.optimizers) if self._fits else None
+        optimizers = self.optimizers if self._fits else None
         if there is None:
             setattr(module, ENGINE, initialize(module, optimizers, self.config))
         elif optimizers is not None:

@@ -173,31 +173,18 @@ class Trainer(TrainerMixin, transformers.Trainer):
     """`transformers.Trainer` with an engine, see `TrainerMixin`."""
 
 
-class Metrics(transformers.TrainerCallback):
+class Metrics(transformers.TrainerCallback, Observer):
     """`Trainer(..., callbacks=[Metrics()])`: with each loss, the Trainer logs what observers of the engine
     are told, such as zero/seconds/forward, as a mean over the steps since the loss before; on rank 0."""
 
     def __init__(self) -> None:
-        self._means = _Means()
+        self._told: dict[str, list[float]] = defaultdict(list)
         self._observing: Observing | None = None
-
-    def take(self) -> dict[str, float]:
-        """The means, of steps that are not told again."""
-        return self._means.take()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         plain = extract_model_from_parallel(model, keep_torch_compile=False)
         engine: Engine | None = vars(plain).get(ENGINE)
-        self._observing = None if engine is None else engine.observe(self._means)
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._observing is not None:
-            self._observing.close()
-
-
-class _Means(Observer):
-    def __init__(self) -> None:
-        self._told: dict[str, list[float]] = defaultdict(list)
+        self._observing = None if engine is None else engine.observe(self)
 
     def step(self, step: Step) -> None:
         for name, number in step.metrics().items():
@@ -205,9 +192,14 @@ class _Means(Observer):
                 self._told[f"zero/{name}"].append(number)
 
     def take(self) -> dict[str, float]:
+        """The means, of steps that are not told again."""
         means = {name: fmean(numbers) for name, numbers in self._told.items()}
         self._told.clear()
         return means
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._observing is not None:
+            self._observing.close()
 
 
 _TRAINERS = ("learning_rate", "grad_norm")  # what the Trainer logs itself

@@ -9,25 +9,15 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import wraps
-from typing import Any, Protocol
+from typing import Any
 
 import transformers
 from torch import nn
 
-from zero.engine import Engine
 from zero.sharding.guard import OWNER_ATTRIBUTE
 from zero.whole.gathered import gathered
 
 _TAUGHT = "_zero_gathers"  # an attribute of TRL's class
-
-
-class HasEngine(Protocol):
-    """A trainer with TrainerMixin."""
-
-    model: nn.Module
-
-    @property
-    def engine(self) -> Engine | None: ...
 
 
 def teach_gathering() -> None:
@@ -59,9 +49,9 @@ def is_sharded(model: Any) -> bool:
 
 
 class Following(transformers.TrainerCallback):
-    """TRL's SyncRefModelCallback, which reads and writes whole values."""
+    """TRL's SyncRefModelCallback, which reads and writes whole values. trainer: one with TrainerMixin."""
 
-    def __init__(self, callback: Any, trainer: HasEngine) -> None:
+    def __init__(self, callback: Any, trainer: Any) -> None:
         self._callback = callback
         self._trainer = trainer
 

@@ -1,4 +1,7 @@
-"""An average of sharded weights, for Lightning's Trainer: `Trainer(callbacks=[EMA()], strategy="zero")`."""
+"""Callbacks for Lightning's Trainer: `Trainer(callbacks=[EMA(), Metrics()], strategy="zero")`.
+
+An average of sharded weights, and the engine's metrics for Lightning's loggers.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,8 @@ from zero.engine import Engine
 from zero.files.manifest import AVERAGE
 from zero.files.reader import Checkpoint, find
 from zero.loading.together import Together
+from zero.observe.observation import Observing
+from zero.observe.writers.calls import Calls
 
 KEY = "average"  # in a checkpoint's state
 
@@ -71,6 +76,36 @@ class EMA(Callback):
             return {}
         self.average = average.EMA(engine, self.decay)
         return {KEY: self.average}
+
+
+class Metrics(Callback):
+    """Tells the Trainer's loggers what observers of the engine are told, such as zero/seconds/forward.
+
+    every: optimizer steps from one that is told to the next; by default the Trainer's log_every_n_steps.
+    """
+
+    def __init__(self, every: int | None = None) -> None:
+        self.every = every
+        self._observing: Observing | None = None
+
+    def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
+        def log(values: dict[str, float], step: int) -> None:
+            for logger in trainer.loggers:
+                logger.log_metrics(values, step)
+
+        observer = Calls(log, self.every or trainer.log_every_n_steps)
+        self._observing = engine_of(trainer).observe(observer)
+
+    def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
+        self._close()
+
+    def on_exception(self, trainer: Trainer, module: LightningModule, exception: BaseException) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        if self._observing is not None:
+            self._observing.close()
+            self._observing = None
 
 
 def _has_average(path: Path) -> bool:
