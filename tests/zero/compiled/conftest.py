@@ -2,4 +2,4 @@
 
 from accelz.conformance.cluster import preload
 
-preload("zero.compiled.compile_calls")
+preload("zero.compiled.model")

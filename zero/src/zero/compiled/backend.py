@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -18,6 +19,8 @@ from zero.compiled.local_inputs import take_locals
 from zero.config.compilation import Compile
 
 Graphs = tuple[fx.GraphModule, fx.GraphModule]
+Parameters = Sequence[ParameterFacts | None]
+"""The parameters among a graph's inputs, by place; None for other inputs."""
 
 
 class NotOneGraph(Exception):
@@ -51,22 +54,41 @@ class ShardingBackend:
         parameters = self._locate(inputs)
         self._check_results(module, parameters)
         inputs, of_locals = take_locals(module, inputs, parameters)
-        graph, reported = _Compilation(self, parameters), len(self.reports)
+        partition, inference = partial(self._partition, parameters), partial(self._inference, parameters)
+        reported = len(self.reports)
         if self.settings.inner == "aot_eager":
-            return of_locals(graph.one_by_one(module, inputs))
+            return of_locals(_one_by_one(module, inputs, partition, inference))
 
         def otherwise(untouched: fx.GraphModule) -> inductor.Compiled:
             del self.reports[reported:]
-            return graph.one_by_one(untouched, inputs)
+            return _one_by_one(untouched, inputs, partition, inference)
 
         compiled = self.generator.generate(
-            module,
-            lambda: inductor.compile_graph(module, inputs, graph.partition, graph.inference),
-            otherwise,
+            module, lambda: inductor.compile_graph(module, inputs, partition, inference), otherwise
         )
         return of_locals(compiled)
 
-    def _check_results(self, module: fx.GraphModule, inputs: Sequence[ParameterFacts | None]) -> None:
+    def _partition(
+        self, parameters: Parameters, joint: fx.GraphModule, fakes: Sequence[Any], **options: Any
+    ) -> Graphs:
+        """Cut a joint graph into forward and backward, and run the passes on both."""
+        forward, backward = min_cut_rematerialization_partition(joint, fakes, **options)
+        names = _by_name(forward, parameters)
+        gradients = outputs(backward.graph).args[0]  # of the inputs, without states of generators after them
+        placeholders = forward.graph.find_nodes(op="placeholder")[: len(gradients)]  # type: ignore[arg-type]
+        inputs = [names.get(node.name) for node in placeholders]
+        graphs = (ShardedGraph(forward, self.facts, names), ShardedGraph(backward, self.facts, names))
+        kept = options["num_fwd_outputs"]
+        self.reports += pipeline.for_training(*graphs, inputs, kept, self.settings, self.activations)
+        return forward, backward
+
+    def _inference(self, parameters: Parameters, module: fx.GraphModule) -> fx.GraphModule:
+        """Run the passes on a graph without a backward."""
+        graph = ShardedGraph(module, self.facts, _by_name(module, parameters))
+        self.reports.append(pipeline.for_inference(graph, self.settings))
+        return module
+
+    def _check_results(self, module: fx.GraphModule, inputs: Parameters) -> None:
         """Raise NotOneGraph if a result is a view of a parameter: its bytes would go before anybody reads
         it."""
         placeholders = module.graph.find_nodes(op="placeholder")
@@ -89,46 +111,26 @@ def _memory_of(node: fx.Node) -> object:
     return value.untyped_storage()._cdata if isinstance(value, Tensor) else node
 
 
-class _Compilation:
-    """One of dynamo's graphs on its way. inputs: its parameters, by place; None for other inputs."""
+def _by_name(module: fx.GraphModule, parameters: Parameters) -> dict[str, ParameterFacts]:
+    """Parameters by the name of their placeholder; AOTAutograd keeps the inputs' order."""
+    placeholders = module.graph.find_nodes(op="placeholder")
+    pairs = zip(placeholders, parameters, strict=False)  # after the inputs: states of generators
+    return {node.name: parameter for node, parameter in pairs if parameter is not None}
 
-    def __init__(self, backend: ShardingBackend, inputs: Sequence[ParameterFacts | None]) -> None:
-        self._backend = backend
-        self._facts = backend.facts
-        self._inputs = inputs
 
-    def one_by_one(self, module: fx.GraphModule, inputs: Sequence[Any]) -> inductor.Compiled:
-        """What runs the operations of the graph after the passes, without generated code."""
-        compiler = aot_autograd(
-            fw_compiler=boxed_nop,
-            bw_compiler=boxed_nop,
-            inference_compiler=lambda module, fakes: boxed_nop(self.inference(module), fakes),
-            partition_fn=self.partition,
-            keep_inference_input_mutations=True,
-        )
-        compiled: inductor.Compiled = compiler(module, inputs)
-        return compiled
-
-    def partition(self, joint: fx.GraphModule, fakes: Sequence[Any], **options: Any) -> Graphs:
-        """Cut a joint graph into forward and backward, and run the passes on both."""
-        forward, backward = min_cut_rematerialization_partition(joint, fakes, **options)
-        names = self._by_name(forward)
-        gradients = outputs(backward.graph).args[0]  # of the inputs, without states of generators after them
-        placeholders = forward.graph.find_nodes(op="placeholder")[: len(gradients)]  # type: ignore[arg-type]
-        inputs = [names.get(node.name) for node in placeholders]
-        graphs = (ShardedGraph(forward, self._facts, names), ShardedGraph(backward, self._facts, names))
-        kept, backend = options["num_fwd_outputs"], self._backend
-        backend.reports += pipeline.for_training(*graphs, inputs, kept, backend.settings, backend.activations)
-        return forward, backward
-
-    def inference(self, module: fx.GraphModule) -> fx.GraphModule:
-        """Run the passes on a graph without a backward."""
-        graph = ShardedGraph(module, self._facts, self._by_name(module))
-        self._backend.reports.append(pipeline.for_inference(graph, self._backend.settings))
-        return module
-
-    def _by_name(self, module: fx.GraphModule) -> dict[str, ParameterFacts]:
-        """Parameters by the name of their placeholder; AOTAutograd keeps the inputs' order."""
-        placeholders = module.graph.find_nodes(op="placeholder")
-        pairs = zip(placeholders, self._inputs, strict=False)  # after the inputs: states of generators
-        return {node.name: parameter for node, parameter in pairs if parameter is not None}
+def _one_by_one(
+    module: fx.GraphModule,
+    inputs: Sequence[Any],
+    partition: inductor.Partition,
+    inference: Callable[[fx.GraphModule], fx.GraphModule],
+) -> inductor.Compiled:
+    """What runs the operations of the graph after the passes, without generated code."""
+    compiler = aot_autograd(
+        fw_compiler=boxed_nop,
+        bw_compiler=boxed_nop,
+        inference_compiler=lambda module, fakes: boxed_nop(inference(module), fakes),
+        partition_fn=partition,
+        keep_inference_input_mutations=True,
+    )
+    compiled: inductor.Compiled = compiler(module, inputs)
+    return compiled

@@ -3,13 +3,15 @@
 As one graph, the graph gathers and releases for itself and the hooks of units stand aside
 (`TrainingPass.in_graph`). Where the model does not trace as a whole, each unit's forward is compiled by
 itself and the hooks gather it, as in the eager engine; graph breaks inside a unit are dynamo's business then.
+
+Importing this module imports the compiler, which takes seconds, so only those who compile do so.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,46 +20,56 @@ from torch._dynamo.eval_frame import reset_code
 from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, TorchDynamoException
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
+from zero.communication.communicator import Communicator
 from zero.compiled.backend import NotOneGraph, ShardingBackend
 from zero.compiled.explain import Explanation
-from zero.compiled.inductor import Telling
+from zero.compiled.facts import gather_facts
 from zero.compiled.persistence import Persistence
 from zero.compiled.runtime import Runtime
 from zero.compiled.saved import hooks_spare_parameters
+from zero.config.training import Config
 from zero.errors import UsageError, ZeroError, some
+from zero.gradients.group_gradients import GradientPolicy
+from zero.optimizer.record_streamer import RecordStreamer
 from zero.sharding.distributed import follow_local
 from zero.sharding.forms import with_tensors_inside
-from zero.sharding.lifetime import ModelRef
-from zero.sharding.sharded_unit import Keep
+from zero.sharding.lifetime import ModelRef, weakly
+from zero.sharding.sharded_unit import Keep, ShardedUnit
 from zero.sharding.tensors import iter_tensors
+from zero.tiers.stores import Stores
+from zero.tiers.tier import wanted
 from zero.training_pass.training_pass import TrainingPass
 
 
 class CompiledModel:
-    """Takes over the calls of `module`; its other modules, called by themselves, stay eager.
-
-    around: to be entered around a forward of the whole model. telling: see `Communicator.telling`.
-    """
+    """Takes over the calls of `module`, as `config.compile` says; its other modules, called by themselves,
+    stay eager."""
 
     def __init__(
         self,
         module: nn.Module,
-        runtime: Runtime,
-        backend: ShardingBackend,
-        persistence: Persistence,
+        config: Config,
+        units: Sequence[ShardedUnit],
+        stores: Stores,
+        communicator: Communicator,
+        record_streamer: RecordStreamer,
         training_pass: TrainingPass,
-        around: Callable[[], AbstractContextManager[None]],
-        telling: Telling,
     ) -> None:
-        self._telling = telling
+        assert config.compile is not None
+        self._settings = settings = config.compile
         self._model = ModelRef(module)
-        self._units = runtime.units
-        self._runtime = runtime
-        self._backend = backend
-        self._persistence = persistence
-        self._settings = settings = backend.settings
+        self._units = tuple(units)
         self._pass = training_pass
-        self._around = around
+        self._around = communicator.together if wanted(config.offload, "params").stored else nullcontext
+        self._telling = weakly(communicator.telling)
+        accelerator, policy = stores.accelerator, GradientPolicy.of(config, communicator.group.size)
+        self._runtime = runtime = Runtime(units, accelerator, training_pass, record_streamer)
+        facts, leaving = (
+            gather_facts(runtime.handle, units, record_streamer, policy),
+            _leaving(config, stores),
+        )
+        self._backend = ShardingBackend(facts, runtime.parameters, settings, leaving, self._telling)
+        self._persistence = Persistence(runtime, accelerator, communicator, settings.persist_budget)
         for each in module.modules():
             _settle_hook_order(each)
         for unit in self._units:
@@ -66,7 +78,7 @@ class CompiledModel:
                 follow_local(parameter)  # which tracers take for a view elsewhere
             unit.conceal()
         self._why = ""  # what kept the model from being one graph
-        self._lost = ". Its activations stay on the device" if backend.activations else ""
+        self._lost = ". Its activations stay on the device" if leaving else ""
         self._lost += ". No unit persists" if settings.persist_budget != 0 else ""
         self._parameters = [p for u in self._units for g in u.groups if g.trainable for p in g.parameters]
         self._frames: dict[tuple[bool, ...], Callable[..., Any]] = {}  # by which of them are not frozen
@@ -186,6 +198,12 @@ class CompiledModel:
     def _is_block(self, module: nn.Module) -> bool:
         """Not the root, which what it calls would be compiled into."""
         return module is not self._model()
+
+
+def _leaving(config: Config, stores: Stores) -> float:
+    """The part of the activations that leaves the device, from 0 to 1."""
+    leaves = not wanted(config.offload, "activations").on(stores.accelerator).near
+    return config.offload.part("activations") if leaves else 0.0
 
 
 # What says that a model is not one graph, here or behind dynamo.

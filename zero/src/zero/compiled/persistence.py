@@ -113,7 +113,7 @@ class Persistence:
 
     @torch.no_grad()
     def _decide(self, profile: Profile) -> None:
-        self._runtime.clear_all()
+        self._runtime.invalidate(self._runtime.units)
         candidates = self._candidates(profile)
         self.room = min(self._communicator.all_gather_object(self._room(profile.peak)))
         self.chosen = choose(candidates, self.room)
@@ -157,7 +157,7 @@ class Persistence:
             values = WAIT(params, handle, numbers, dtype)
             times.append(streams.current().record().seconds_since(begun))
             RELEASE(values, handle, unit)
-            self._runtime.invalidate(unit)
+            self._runtime.invalidate([self._runtime.units[unit]])
         return min(times)
 
     def _room(self, peak: int) -> int:

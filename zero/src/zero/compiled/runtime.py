@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
@@ -169,14 +169,9 @@ class Runtime:
         change = unit.persistent.add if persistent else unit.persistent.discard
         change(unit.format_for(what[1], all=True))
 
-    def invalidate(self, unit: int) -> None:
-        """Drop the unit's whole values, also what persists."""
-        self.units[unit].invalidate()
-        self._forget_released()
-
-    def clear_all(self) -> None:
-        """Drop all whole values that nobody uses."""
-        for unit in self.units:
+    def invalidate(self, units: Iterable[ShardedUnit]) -> None:
+        """Drop units' whole values that nobody uses, also what persists."""
+        for unit in units:
             unit.invalidate()
         self._forget_released()
 

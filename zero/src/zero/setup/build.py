@@ -184,9 +184,9 @@ def _parts(
     hook_model(model, config, communicator, reducer, training_pass)
     compiled = None
     if config.compile is not None:
-        from zero.compiled.compile_calls import compile_calls  # imports the compiler, for seconds
+        from zero.compiled.model import CompiledModel  # imports the compiler, for seconds
 
-        compiled = compile_calls(
+        compiled = CompiledModel(
             model, config, units, stores, communicator, sharded_optimizer.record_streamer, training_pass
         )
     tracer.follow(reducer, sharded_optimizer)
