@@ -13,23 +13,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.flop_counter import FlopCounterMode
 
-from accelz import Accelerator
 from zero.checkpoint.checkpoints import Checkpoints
 from zero.checkpoint.load import Loaded, LoadOptions
-from zero.communication.communicator import Communicator
 from zero.communication.job import record_flight
 from zero.communication.ledger import Traffic
 from zero.config.paths import as_path
-from zero.config.training import Config
 from zero.errors import UsageError
 from zero.files.names import Rename
-from zero.gradients.factor import GradientFactor
-from zero.gradients.loss_scale import LossScale
-from zero.gradients.reducer import GradientReducer
-from zero.integrity import Integrity
 from zero.memory.memory_report import MemoryReport
-from zero.memory.memory_tracer import MemoryTracer
-from zero.memory.placement_policy import StaticPlacementPolicy, asking_to_repeat
+from zero.memory.placement_policy import asking_to_repeat
 from zero.migration_hints import explained, missing, no_tuple
 from zero.observe.observation import Facts, Observing
 from zero.observe.observer import Observer, Run
@@ -39,18 +31,13 @@ from zero.pretrained import Request, fill_engine
 from zero.sharding.distributed import as_distributed
 from zero.sharding.lifetime import weakly
 from zero.sharding.selection import Selection
-from zero.sharding.sharded_unit import ShardedUnit
 from zero.training_pass.boundary import Boundary
-from zero.training_pass.training_pass import TrainingPass
 from zero.whole import model_state
-from zero.whole.full_parameters import FullParameters
-from zero.whole.held_gradients import HeldGradients
 from zero.whole.optimizer_state import OptimizerState
 from zero.whole.parameter_statistics import ParameterStatistics, measure
 
 if TYPE_CHECKING:
     from zero.compiled.explain import Explanation
-    from zero.compiled.model import CompiledModel
 
 
 class Engine:
@@ -65,46 +52,32 @@ class Engine:
         *,
         module: nn.Module,
         optimizer: Optimizer,
-        config: Config,
-        accelerator: Accelerator,
-        communicator: Communicator,
-        units: Sequence[ShardedUnit],
-        integrity: Integrity,
-        training_pass: TrainingPass,
         boundary: Boundary,
-        compiled: CompiledModel | None,
-        reducer: GradientReducer,
-        factor: GradientFactor,
-        held_gradients: HeldGradients,
-        loss_scale: LossScale | None,
-        placement: StaticPlacementPolicy,
         state_offload: StateOffload,
-        full_parameters: FullParameters,
         optimizer_state: OptimizerState,
         checkpoints: Checkpoints,
-        tracer: MemoryTracer,
         attach: Callable[..., None],
     ) -> None:
         self.module = module
         self.optimizer = optimizer
-        self.config = config
-        self.accelerator = accelerator
-        self.units = tuple(units)
-        self._communicator = communicator
-        self._integrity = integrity
-        self._pass = training_pass
+        self.config = boundary.config
+        self.accelerator = boundary.stores.accelerator
+        self.units = tuple(boundary.units)
         self._boundary = boundary
-        self._compiled = compiled
-        self._reducer = reducer
-        self._factor = factor
-        self._held_gradients = held_gradients
-        self._loss_scale = loss_scale
-        self._placement = placement
+        self._communicator = boundary.communicator
+        self._integrity = boundary.integrity
+        self._pass = boundary.training_pass
+        self._compiled = boundary.compiled
+        self._reducer = boundary.reducer
+        self._factor = boundary.factor
+        self._held_gradients = boundary.held_gradients
+        self._loss_scale = boundary.loss_scale
+        self._placement = boundary.placement
+        self._full_parameters = boundary.full_parameters
+        self._tracer = boundary.tracer
         self._state_offload = state_offload
-        self._full_parameters = full_parameters
         self._optimizer_state = optimizer_state
         self._checkpoints = checkpoints
-        self._tracer = tracer
         self._attach = attach
 
     # -- training -----------------------------------------------------------------------------------
@@ -338,9 +311,7 @@ class Engine:
         nothing, and if nothing is left.
         """
         selection = Selection.of(trainable_only, include)
-        self._integrity.check_complete()
-        self._check_model()
-        self._integrity.check_refreshed()
+        self._check_whole()
         state = model_state.read(self.module, self._full_parameters, master, selection)
         self._communicator.check()
         return state
@@ -396,7 +367,6 @@ class Engine:
         for bit, for a limit that changes from step to step; `torch.nn.utils.clip_grad_norm_` works, too.
         Nothing waits for the device. Raises UsageError before the last micro-batch.
         """
-        self._integrity.check_complete()
         self._check_boundary("clip_grad_norm_")
         return self._held_gradients.clip(max_norm)
 
@@ -407,7 +377,6 @@ class Engine:
         are left out. One collective for all; reading a number waits for the device. Before the last
         micro-batch it raises UsageError.
         """
-        self._integrity.check_complete()
         self._check_boundary("gradient_norms")
         return self._held_gradients.norms()
 
@@ -418,7 +387,6 @@ class Engine:
         each power of two (`zero.whole.parameter_statistics.EDGES`). One collective for all; reading a number
         waits for the device. Before the last micro-batch it raises UsageError.
         """
-        self._integrity.check_complete()
         self._check_boundary("parameter_statistics")
         full = self._full_parameters
         return measure(self._reducer, self._held_gradients.factors_of, full.communicator, full.device)
@@ -546,9 +514,7 @@ class Engine:
         """
         from zero import export  # what it imports, no training needs
 
-        self._integrity.check_complete()
-        self._check_model()
-        self._integrity.check_refreshed()
+        self._check_whole()
         request = export.Request(as_path(folder), dtype, max_shard_size, self._checkpoints.storage)
         export.save(self.module, self._full_parameters, request, partial(self.state_dict, dtype is not None))
 
@@ -723,18 +689,23 @@ class Engine:
 
     def _check_savable(self) -> None:
         """Check that there is something whole to save."""
-        self._integrity.check_complete()
+        self._check_whole()
         self._integrity.check_own("save_checkpoint")
-        self._check_model()
-        self._integrity.check_refreshed()
         if self._pass.backwards:
             raise UsageError(
                 "save_checkpoint() was called between the micro-batches of an optimizer step, whose "
                 "gradients would be lost: save after engine.step(), or call engine.zero_grad() first"
             )
 
+    def _check_whole(self) -> None:
+        """Check that the whole model can be read as it is."""
+        self._integrity.check_complete()
+        self._check_model()
+        self._integrity.check_refreshed()
+
     def _check_boundary(self, call: str) -> None:
         """Check that the gradients of an optimizer step are complete."""
+        self._integrity.check_complete()
         if not self.is_boundary:
             raise UsageError(
                 f"{call}() was called before the last backward of an optimizer step: its gradients are "
