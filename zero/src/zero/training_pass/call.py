@@ -6,6 +6,7 @@ See `progress` for the terms.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 from weakref import ref
 
@@ -15,11 +16,11 @@ from torch.autograd.graph import get_gradient_edge
 
 from accelz import HOST
 from zero.sharding.gather_format import GatherFormat
-from zero.sharding.sharded_unit import ShardedUnit
 from zero.sharding.tensors import iter_tensors, map_tensors, with_inner
 from zero.tiers.apart import apart
 
 
+@dataclass(slots=True, eq=False)
 class Call:
     """The place of one forward of a unit in backwards. It outlives what autograd's graph holds of the call.
 
@@ -31,32 +32,17 @@ class Call:
     was part of a graph.
     """
 
-    __slots__ = (
-        "_edges",
-        "changes",
-        "differentiated",
-        "ends_with_gradients",
-        "fmt",
-        "index",
-        "newest_input",
-        "start",
-        "taken",
-        "task",
-        "unit",
-    )
-
-    def __init__(self, unit: ShardedUnit, fmt: GatherFormat) -> None:
-        self.unit = unit.name
-        self.index = unit.index
-        self.fmt = fmt
-        self.changes = unit.changes
-        self.start = next_number()
-        self.newest_input = -1
-        self.task = -1
-        self.taken = False
-        self.ends_with_gradients = True
-        self.differentiated = False
-        self._edges: ref[CallEdges] | None = None
+    unit: str
+    index: int
+    fmt: GatherFormat
+    changes: int
+    start: int
+    newest_input: int = -1
+    task: int = -1
+    taken: bool = False
+    ends_with_gradients: bool = True
+    differentiated: bool = False
+    _edges: ref[CallEdges] | None = None
 
     @property
     def edges(self) -> CallEdges | None:

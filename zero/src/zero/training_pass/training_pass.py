@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from threading import RLock
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,7 @@ from zero.errors import CommunicationError, UsageError
 from zero.gradients.factor import GradientFactor
 from zero.gradients.group_gradients import GroupGradients
 from zero.gradients.reducer import GradientReducer
+from zero.optimizer.record_streamer import RecordStreamer
 from zero.sharding.alterations import changed_since
 from zero.sharding.autocast import AutocastWarnings
 from zero.sharding.exact import computes_in
@@ -51,27 +52,8 @@ from zero.warning import warn
 
 if TYPE_CHECKING:
     from zero.integrity import Integrity
+    from zero.memory.memory_tracer import MemoryTracer
     from zero.whole.held_gradients import HeldGradients
-
-
-class StreamedState(Protocol):
-    """Optimizer state that comes to the device for its step; see `optimizer.record_streamer`."""
-
-    expected: bool
-
-    def return_all_to_host(self) -> None: ...
-
-    def dropped(self) -> None: ...
-
-
-class PassTracer(Tracer, Protocol):
-    """Follows steps; see `memory.memory_tracer`."""
-
-    def begin(self) -> None: ...
-
-    def end_backward(self) -> None: ...
-
-    def drop(self) -> None: ...
 
 
 class TrainingPass(Uncopied):
@@ -95,11 +77,11 @@ class TrainingPass(Uncopied):
         units: Sequence[ShardedUnit],
         schedule: Schedule,
         integrity: Integrity,
-        streamed_state: StreamedState,
+        streamed_state: RecordStreamer,
         reducer: GradientReducer,
         factor: GradientFactor,
         held_gradients: HeldGradients,
-        tracer: PassTracer,
+        tracer: MemoryTracer,
     ) -> None:
         self.backwards = 0
         self.has_gradients = False

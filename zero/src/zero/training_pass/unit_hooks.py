@@ -31,7 +31,7 @@ from zero.sharding.sharded_unit import FOR_PARTS, Keep, State
 from zero.sharding.tensors import iter_tensors, map_tensors, with_inner
 from zero.tiers.apart import apart
 from zero.training_pass import parametrized
-from zero.training_pass.call import Call, CallEdges, with_producers
+from zero.training_pass.call import Call, CallEdges, next_number, with_producers
 from zero.training_pass.training_pass import TrainingPass
 from zero.training_pass.under_way import calls_under_way, modules_called
 from zero.training_pass.unit_calls import UnitCalls
@@ -103,8 +103,9 @@ class UnitHooks(Uncopied):
 
         In a block of `zero.gathered`, one rank may make it alone. In a backward, calls are made again.
         """
-        call = Call(self._unit, fmt)
-        if not (self._unit.resident or self._unit.held_exact or torch._C._current_graph_task_id() >= 0):
+        unit = self._unit
+        call = Call(unit.name, unit.index, fmt, unit.changes, next_number())
+        if not (unit.resident or unit.held_exact or torch._C._current_graph_task_id() >= 0):
             self._calls.in_order = call
             self._pass.order.enter(call)
         return call
