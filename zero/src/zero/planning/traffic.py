@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
+from itertools import chain
 
 import torch
 
@@ -13,31 +15,27 @@ from zero.planning.groups import PlannedGroup, PlannedUnit
 from zero.planning.order import backward_uses, end, forward_uses
 
 
-@dataclass(frozen=True)
-class Moved:
-    """Bytes. to_host, to_device: between the memories. read, written: of the disk."""
+@dataclass(frozen=True, kw_only=True)
+class TrafficPlan:
+    """Bytes of one rank in an optimizer step, all micro-batches together; in the first, which has yet to find
+    the order of units, more is gathered.
+
+    to_host, to_device: between the memories. read, written: of the disk. collectives: by kind, of whole
+    buffers, as `Engine.traffic` counts them, but without single numbers. link: how much of them leaves this
+    rank, at best. to_copies: how much of that goes to ranks of other copies.
+    """
 
     to_host: int = 0
     to_device: int = 0
     read: int = 0
     written: int = 0
-
-    def __add__(self, other: Moved) -> Moved:
-        return Moved(*map(sum, zip(astuple(self), astuple(other), strict=True)))
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrafficPlan(Moved):
-    """Bytes of one rank in an optimizer step, all micro-batches together; in the first, which has yet to find
-    the order of units, more is gathered.
-
-    collectives: by kind, of whole buffers, as `Engine.traffic` counts them, but without single numbers. link:
-    how much of them leaves this rank, at best. to_copies: how much of that goes to ranks of other copies.
-    """
-
     collectives: dict[str, int]
     link: int
     to_copies: int
+
+
+Moved = Iterator[tuple[str, int]]
+"""The way, as in `TrafficPlan`, and bytes."""
 
 
 def plan_traffic(
@@ -54,7 +52,7 @@ def plan_traffic(
     collectives: dict[str, int] = {}
     inside = 0.0  # bytes that leave this rank for others that share its copy
     between = 0  # bytes of the slices that replicas add up
-    moved = Moved()
+    moved = Counter[str]()
     kept = _kept_between(units, config.prefetch)
     for unit in units:
         gathers = micro_batches * (2 if unit.reached and unit.name not in kept else 1)
@@ -63,16 +61,18 @@ def plan_traffic(
                 collectives[kind] = collectives.get(kind, 0) + nbytes
                 inside += nbytes * _passes(kind, ranks) * (ranks - 1) / ranks
             between += _between_replicas(group, reductions, policy.fixed_tiers) if replicas > 1 else 0
-            moved += _of_parameters(group, gathers)
-            moved += _of_gradients(group, reductions)
-            moved += _of_records(group, config.offload.compact)
-            moved += _of_exchange(group)
+            for way, nbytes in chain(
+                _of_parameters(group, gathers),
+                _of_gradients(group, reductions),
+                _of_records(group, config.offload.compact),
+                _of_exchange(group),
+            ):
+                moved[way] += nbytes
     to_copies = int(between * _passes("all_reduce", replicas) * (replicas - 1) / replicas)
     if between:
         collectives["all_reduce"] = collectives.get("all_reduce", 0) + between
-    return TrafficPlan(
-        **vars(moved), collectives=collectives, link=int(inside) + to_copies, to_copies=to_copies
-    )
+    link = int(inside) + to_copies
+    return TrafficPlan(**moved, collectives=collectives, link=link, to_copies=to_copies)
 
 
 def _passes(kind: str, ranks: int) -> float:
@@ -123,58 +123,49 @@ def _of_parameters(group: PlannedGroup, gathers: int) -> Moved:
     """Shards that are away come for each gather, and new values go back."""
     tier = group.placement.params
     if tier.near:
-        return Moved()
-    on_disk = tier.stored
-    return Moved(
-        to_host=group.shard_bytes if any(t.near for _, t in group.placement.optimizer) else 0,
-        to_device=gathers * group.shard_bytes,
-        read=gathers * group.shard_bytes if on_disk else 0,
-        written=group.shard_bytes if on_disk and group.trainable else 0,
-    )
+        return
+    if any(t.near for _, t in group.placement.optimizer):
+        yield "to_host", group.shard_bytes
+    yield "to_device", gathers * group.shard_bytes
+    if tier.stored:
+        yield "read", gathers * group.shard_bytes
+        yield "written", group.shard_bytes if group.trainable else 0
 
 
 def _of_gradients(group: PlannedGroup, reductions: int) -> Moved:
     """Slices leave as they are reduced, and come back where they are stepped on the device."""
     tier = group.placement.gradients
     if not group.trainable or tier.near:
-        return Moved()
+        return
+    yield "to_host", reductions * group.shard_numel * group.sent.itemsize
     back = sum(n for n, t in group.placement.optimizer if t.near or group.placement.streamed)
-    disk = group.slice_bytes if tier.stored else 0
-    return Moved(
-        to_host=reductions * group.shard_numel * group.sent.itemsize,
-        to_device=back * group.slice.itemsize,
-        read=reductions * disk,  # to be added to, and by the step
-        written=reductions * disk,
-    )
+    yield "to_device", back * group.slice.itemsize
+    if tier.stored:
+        yield "read", reductions * group.slice_bytes  # to be added to, and by the step
+        yield "written", reductions * group.slice_bytes
 
 
 def _of_records(group: PlannedGroup, compact: bool) -> Moved:
     """Master and moments, there and back; and the weights of the records that the host has stepped."""
-    moved = Moved()
     for numel, tier in group.placement.optimizer:
         if tier.near:
             continue
         if group.placement.streamed:
             nbytes = group.record_bytes(numel, tier)
-            moved += Moved(to_host=nbytes, to_device=nbytes)
+            yield from (("to_host", nbytes), ("to_device", nbytes))
             continue
         if tier.stored:
             nbytes = sum(column.nbytes(numel) for column in group.stored_columns(tier, compact))
             upper = 2 * numel if compact and group.dtype is torch.bfloat16 else 0
             there = group.placement.params.stored  # the weights, which are the masters' upper halves
-            moved += Moved(read=nbytes + (upper if there else 0), written=nbytes)
+            yield from (("read", nbytes + (upper if there else 0)), ("written", nbytes))
         if group.placement.params.near:
-            moved += Moved(to_device=numel * group.dtype.itemsize)
-    return moved
+            yield "to_device", numel * group.dtype.itemsize
 
 
 def _of_exchange(group: PlannedGroup) -> Moved:
     """Whole parameters are put together on the device, wherever they are stepped."""
-    if group.whole is None or all(tier.near for _, tier in group.placement.optimizer):
-        return Moved()
-    slices = group.shard_numel * (group.slice.itemsize + group.wide.itemsize)
-    return Moved(
-        to_device=slices + group.whole.numel * group.wide.itemsize,
-        to_host=group.whole.numel * (group.slice.itemsize + group.wide.itemsize)
-        + group.shard_numel * group.wide.itemsize,
-    )
+    whole, wide, narrow = group.whole, group.wide.itemsize, group.slice.itemsize
+    if whole is not None and not all(tier.near for _, tier in group.placement.optimizer):
+        yield "to_device", group.shard_numel * (narrow + wide) + whole.numel * wide
+        yield "to_host", whole.numel * (narrow + wide) + group.shard_numel * wide
