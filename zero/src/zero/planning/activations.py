@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
-from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from accelz import HOST
@@ -55,23 +54,17 @@ def measure(
     list of arguments, or one tensor. Raises UsageError for a model that needs values to run.
     """
     tracker = _Tracker()
-    with _unchanged(model), ExitStack() as stack, FakeTensorMode(allow_non_fake_inputs=True):
+    with _unchanged(model), FakeTensorMode(allow_non_fake_inputs=True):
         arguments, keywords = _inputs(batch)
-        values = {
-            name: nn.Parameter(_fake(p, dtypes.get(name)), p.requires_grad)
-            for name, p in model.named_parameters()
-        }
-        buffers = {name: _fake(buffer) for name, buffer in model.named_buffers()}
-        for parameter in values.values():
-            tracker.leave_out(parameter)
-            if parameter.requires_grad:
-                parameter.register_hook(tracker.take_gradient)
+        _take_values(model, dtypes, tracker)
         for name, module in units.items():
-            stack.enter_context(tracker.inside(module, name))
+            tracker.follow(module, name)
         try:
             with tracker, torch.enable_grad():
-                inside = {f"model.{name}": value for name, value in (values | buffers).items()}
-                torch.func.functional_call(_Step(model, tracker, autocast), inside, (arguments, keywords))
+                with torch.autocast(HOST.type, autocast, enabled=autocast is not None):
+                    loss = _loss_of(model(*arguments, **keywords))
+                tracker.begin_backward()
+                torch.autograd.backward(loss)
         except Exception as error:
             raise UsageError(
                 "the activations cannot be planned, as the model does not run without values, with sizes "
@@ -80,20 +73,20 @@ def measure(
     return Activations(tracker.forward, tracker.backward)
 
 
-class _Step(nn.Module):
-    """A forward and a backward as one call: recomputation in the backward needs the same parameters."""
-
-    def __init__(self, model: nn.Module, tracker: _Tracker, autocast: torch.dtype | None) -> None:
-        super().__init__()
-        self.model = model
-        self._tracker = tracker
-        self._autocast = autocast
-
-    def forward(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        with torch.autocast(HOST.type, self._autocast, enabled=self._autocast is not None):
-            loss = _loss_of(self.model(*arguments, **keywords))
-        self._tracker.begin_backward()
-        torch.autograd.backward(loss)
+def _take_values(model: nn.Module, dtypes: Mapping[str, torch.dtype], tracker: _Tracker) -> None:
+    """Put fake tensors in place of parameters, which are left out, and of buffers."""
+    fakes: dict[Tensor, Tensor] = {buffer: _fake(buffer) for buffer in model.buffers()}
+    for name, parameter in model.named_parameters():
+        fake = nn.Parameter(_fake(parameter, dtypes.get(name)), parameter.requires_grad)
+        tracker.leave_out(fake)
+        if fake.requires_grad:
+            fake.register_hook(tracker.take_gradient)
+        fakes[parameter] = fake
+    for module in model.modules():
+        for tensors in (vars(module)["_parameters"], vars(module)["_buffers"]):
+            tensors |= {
+                name: fakes.get(tensor, tensor) for name, tensor in tensors.items() if tensor is not None
+            }
 
 
 class _Tracker(TorchDispatchMode):
@@ -157,18 +150,10 @@ class _Tracker(TorchDispatchMode):
         self._peaks, self._units = self.backward, [None]
         self._mark()
 
-    @contextmanager
-    def inside(self, module: nn.Module, name: str) -> Iterator[None]:
-        """In the block, tell when the forward and the backward are in a unit."""
-        handles: list[RemovableHandle] = [
-            module.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True),
-            module.register_forward_hook(lambda _, __, output: self._leave(name, output)),
-        ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+    def follow(self, module: nn.Module, name: str) -> None:
+        """Be told by hooks when the forward and the backward are in a unit."""
+        module.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True)
+        module.register_forward_hook(lambda _, __, output: self._leave(name, output))
 
     def _enter(self, name: str, _: nn.Module, *inputs: Any) -> None:
         self._units.append(name)
@@ -195,8 +180,8 @@ class _Tracker(TorchDispatchMode):
 
 @contextmanager
 def _unchanged(model: nn.Module) -> Iterator[None]:
-    """After the block, modules have the attributes of before it, and no fake tensors that a forward caches,
-    also in lists, sets and mappings among them."""
+    """After the block, modules have the parameters, buffers, hooks and other attributes of before it, and no
+    fake tensors that a forward caches, also in lists, sets and mappings among them."""
     seen: set[int] = set()
     before = [(vars(module), _contents(vars(module), seen)) for module in model.modules()]
     try:
