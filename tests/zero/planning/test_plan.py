@@ -354,7 +354,9 @@ def test_the_command_refuses(tmp_path: Path) -> None:
     assert "torch.optim has no 'adamx'" in refused("plan", MODEL, "-n", 2, "--optimizer", "adamx")
     assert "write an object" in refused("plan", MODEL, "-n", 2, "--optimizer-options", "3")
     assert "unexpected keyword" in refused("plan", MODEL, "-n", 2, "--optimizer-options", '{"speed": 1}')
-    assert "bad.json is not a file of settings: expected a JSON object" in refused("plan", MODEL, "-n", 2, "--config", bad)
+    assert "bad.json is not a file of settings: expected a JSON object" in refused(
+        "plan", MODEL, "-n", 2, "--config", bad
+    )
     assert "write tests/conftest.py:function" in refused("plan", "tests/conftest.py", "-n", 2)
     assert "neither a path nor a function" in refused("plan", "tests/conftest.py:", "-n", 2)
     assert "SystemExit" in refused("plan", "torch.nn:exit(3)", "-n", 2)

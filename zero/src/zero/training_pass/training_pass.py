@@ -40,7 +40,6 @@ from zero.sharding.lifetime import Uncopied, weakly
 from zero.sharding.sharded_unit import Keep, ShardedUnit
 from zero.sharding.tensors import map_tensors
 from zero.tiers.apart import apart
-from zero.tiers.device_bytes import Tracer
 from zero.tiers.tier import wanted
 from zero.training_pass.call import Call, CallEdges, number_of
 from zero.training_pass.call_order import CallOrder
