@@ -19,7 +19,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,8 +29,8 @@ from zero.consolidate.torch_plan import plan_file
 from zero.files.boundary import typed
 from zero.files.dtypes import TORCH
 from zero.files.manifest import Manifest, ParameterEntry, model_key, state_key
-from zero.files.storage import DISK, write_whole
-from zero.files.value_forms import decode
+from zero.files.storage import DISK
+from zero.loading.tensor_reader import TensorReader
 from zero.sources.deepspeed_files import (
     LATEST_UNIVERSAL,
     MASTERS,
@@ -60,14 +59,9 @@ def export_universal(
     options = options or Options(dtype="fp32")
     with typed(source.path):
         export = _Export(source, _chosen(source, options))
-        plan = OutputPlan(tuple(export.files()), {})
+        plan = OutputPlan(tuple(export.files()), dict(export.small_files()))
 
     def complete(directory: Path) -> None:
-        with typed(source.path):
-            others = list(export.small_files())
-        for name, content in others:
-            DISK.remove(directory / name)
-            write_whole(DISK, directory / name, content)
         for path in sorted(directory.rglob("*")):
             if path.is_dir():
                 DISK.sync_directory(path)
@@ -89,7 +83,7 @@ class _Export:
 
     def __init__(self, source: ZeroSource, chosen: Mapping[str, Chosen]) -> None:
         self._manifest: Manifest = source.checkpoint.manifest
-        self._checkpoint = source.checkpoint
+        self._reader = TensorReader(source.checkpoint)
         self._chosen = chosen
         kinds = {info.name: info.kind for info in source.tensors}
         self._buffers = [name for name in chosen if kinds[name] == "buffer"]
@@ -111,18 +105,11 @@ class _Export:
         """All other files: names and contents."""
         for parameter in self._trained:
             if "step" in parameter.state:
-                step = self._whole(state_key("step", parameter.name)).float()
+                step = self._reader.whole(state_key("step", parameter.name)).float()
                 yield self._name(parameter.name, "step"), _saved(step.reshape(()))
         yield f"{self._tag}/{MASTERS}/optimizer_state.pt", _saved(self._optimizer_state())
         yield f"{self._tag}/{SHARDED_MODEL}", _saved(self._common())
         yield LATEST_UNIVERSAL, self._tag.encode()
-
-    def _whole(self, key: str) -> Tensor:
-        entry = self._checkpoint.tensor(key)
-        data = bytearray(entry.nbytes)
-        self._checkpoint.read(key, 0, memoryview(data))
-        values = torch.from_numpy(np.frombuffer(data, np.uint8)).view(TORCH[entry.dtype])
-        return values.as_strided(entry.shape, entry.stride) if entry.stride else values.view(entry.shape)
 
     def _name(self, parameter: str, key: str) -> str:
         return str(master_file(Path(self._tag), parameter).with_name(f"{key}.pt"))
@@ -147,7 +134,7 @@ class _Export:
 
     def _common(self) -> dict[str, Any]:
         """Model states without tensors of the source."""
-        state, scale = decode(self._manifest.state, self._whole), self._manifest.loss_scale
+        state, scale = self._reader.decode(self._manifest.state), self._manifest.loss_scale
         scheduler = next((state[key] for key in _SCHEDULERS if key in state), None)
         shared = {alias: p.name for p in self._parameters for alias in p.aliases}
         return {
@@ -174,10 +161,10 @@ class _Export:
 
     def _optimizer_state(self) -> dict[str, Any]:
         """State that is not by parameter, both where stages 1 and 2 look for it and where stage 3 does."""
-        options = [dict(decode(g, self._whole)) for g in self._manifest.optimizer.param_groups]
+        options = [dict(self._reader.decode(g)) for g in self._manifest.optimizer.param_groups]
         groups = [{**group, "params": [number]} for number, group in enumerate(options)]
         stepped = next((p.name for p in self._trained if "step" in p.state), None)
-        step = {} if stepped is None else {"step": self._whole(state_key("step", stepped)).float()}
+        step = {} if stepped is None else {"step": self._reader.whole(state_key("step", stepped)).float()}
         return {
             "param_groups": groups,
             "optimizer_state_dict": {"state": {0: step}, "param_groups": groups},
