@@ -17,7 +17,7 @@ from zlib import crc32
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from zero.files.boxes import Block, Region, Run, is_partition
+from zero.files.boxes import Block, Region, Run, is_partition, row_major
 from zero.files.value_forms import RandomStates, check_value
 
 VERSION = 1
@@ -33,24 +33,17 @@ LONGEST_HEADER = 100_000_000  # of a safetensors file, in bytes; the limit of it
 MOST_DIMENSIONS = 64  # of a tensor, as in torch
 AVERAGE = "average/"  # what the keys of averages begin with
 MOST_BOXES = 4096  # that one block of a tensor consists of
-ITEM_BYTES = {
-    "F64": 8, "I64": 8, "U64": 8, "C64": 8,
-    "F32": 4, "I32": 4, "U32": 4,
-    "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
-    "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1,
-    "F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1, "F8_E8M0": 1,
-    "F4": 1,  # two values, which torch counts as one element
+_DTYPES = {  # bytes of an element, and torch's name
+    "F64": (8, "float64"), "F32": (4, "float32"), "F16": (2, "float16"), "BF16": (2, "bfloat16"),
+    "F8_E4M3": (1, "float8_e4m3fn"), "F8_E5M2": (1, "float8_e5m2"),
+    "F8_E4M3FNUZ": (1, "float8_e4m3fnuz"), "F8_E5M2FNUZ": (1, "float8_e5m2fnuz"),
+    "F8_E8M0": (1, "float8_e8m0fnu"), "F4": (1, "float4_e2m1fn_x2"),  # of F4, torch counts two values as one
+    "I64": (8, "int64"), "I32": (4, "int32"), "I16": (2, "int16"), "I8": (1, "int8"),
+    "U64": (8, "uint64"), "U32": (4, "uint32"), "U16": (2, "uint16"), "U8": (1, "uint8"),
+    "BOOL": (1, "bool"), "C64": (8, "complex64"),
 }  # fmt: skip
-TORCH_NAMES = {
-    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16",
-    "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz", "F8_E8M0": "float8_e8m0fnu",
-    "F4": "float4_e2m1fn_x2",
-    "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8",
-    "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8",
-    "BOOL": "bool", "C64": "complex64",
-}  # fmt: skip
-
+ITEM_BYTES = {name: nbytes for name, (nbytes, _) in _DTYPES.items()}
+TORCH_NAMES = {name: theirs for name, (_, theirs) in _DTYPES.items()}
 _HEAD = '{"format":"%s","version":%d,"crc32":"%08x",\n'
 Count = Annotated[int, Field(ge=0, lt=1 << 62)]
 Digest = Annotated[int, Field(ge=0, lt=1 << 32)]
@@ -461,12 +454,8 @@ def blocks_of(key: str, tensor: Sized) -> tuple[Block[str], ...]:
 
 def is_row_major(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     """Whether the strides are those of a contiguous tensor; a dimension of size 1 may have any stride."""
-    expected = 1
-    for size, step in zip(reversed(shape), reversed(stride), strict=True):
-        if size > 1 and step != expected:
-            return False
-        expected *= size
-    return True
+    each = zip(shape, stride, row_major(shape), strict=True)
+    return all(size <= 1 or step == expected for size, step, expected in each)
 
 
 def is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:

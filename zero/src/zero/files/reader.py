@@ -92,14 +92,14 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
 
     Methods raise CheckpointError if files are missing, and CorruptCheckpointError, which names file and
     tensor, if bytes are not those that were written. Several threads may read at once. direct: open files so
-    that read_around() bypasses the page cache.
+    that read_around() bypasses the page cache. bytes_read: of tensors, so far.
     """
 
     def __init__(self, path: Path, storage: Storage = DISK, direct: bool = False) -> None:
         self.path = path
         self._storage = storage
         self._direct = direct
-        self._bytes_read = 0
+        self.bytes_read = 0
         self._counting = Lock()
         self._files: dict[int, tuple[File, bytes]] = {}  # each with the checksums of its blocks
         try:
@@ -122,14 +122,9 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
             file.close()
         self._files.clear()
 
-    @property
-    def bytes_read(self) -> int:
-        """Bytes of tensors that were read so far."""
-        return self._bytes_read
-
     def _count(self, nbytes: int) -> None:
         with self._counting:
-            self._bytes_read += nbytes
+            self.bytes_read += nbytes
 
     def tensor(self, key: str) -> TensorEntry | WholeTensor:
         """Shape, dtype and place of a tensor. Raises StateError for an unknown key."""
