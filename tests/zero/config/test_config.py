@@ -244,9 +244,9 @@ def test_no_public_name_is_also_a_module() -> None:
     """Importing the module first would replace the public name with it."""
     code = """if True:
         import importlib, types, zero
-        for home in set(zero._HOME.values()):
+        for home in {"errors", *zero._HOME.values()}:
             importlib.import_module(f"zero.{home}")
-        assert set(zero.__all__) == set(zero._HOME)
+        assert set(zero._HOME) <= {"__version__", *zero.__all__}
         print([name for name in zero.__all__ if isinstance(getattr(zero, name), types.ModuleType)])
     """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -48,27 +48,15 @@ if TYPE_CHECKING:
     from zero.version import __version__ as __version__
     from zero.whole.gathered import gathered
 
-_HOME = {  # where each public name lives; imported at its first use
-    "CheckpointError": "errors",
-    "CommunicationError": "errors",
+_HOME = {  # where each public name lives that is no error; imported at its first use
     "Compile": "config.compilation",
     "Config": "config.training",
     "EMA": "average",
-    "ConfigError": "errors",
-    "CorruptCheckpointError": "errors",
     "Engine": "engine",
-    "GradientOverflowError": "errors",
     "Lion": "optimizer.lion",
-    "ModelError": "errors",
     "Offload": "config.offload",
-    "OffloadError": "errors",
-    "OptimizerError": "errors",
     "OutOfMemoryError": "tiers.room",
-    "RankMismatchError": "errors",
-    "ShardedParameterError": "errors",
-    "StateError": "errors",
-    "UsageError": "errors",
-    "ZeroError": "errors",
+    "__version__": "version",
     "from_deepspeed": "config.deepspeed",
     "gathered": "whole.gathered",
     "init": "deferred.deferred_init",
@@ -110,13 +98,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    home = "version" if name == "__version__" else _HOME.get(name)
-    if home is None:
+    if name not in __all__ and name != "__version__":
         raise AttributeError(f"module 'zero' has no attribute {name!r}")
-    value = getattr(import_module(f"zero.{home}"), name)
+    value = getattr(import_module(f"zero.{_HOME.get(name, 'errors')}"), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME})
+    return sorted({*globals(), *__all__})
