@@ -10,7 +10,6 @@ import functools
 import io
 import json
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -385,13 +384,11 @@ def progress_bar() -> Iterator[OnProgress]:
     times = progress.TransferSpeedColumn(), progress.TimeRemainingColumn()
     bar = progress.Progress(*columns, *times, console=errors, transient=True)
     tasks: dict[str, progress.TaskID] = {}
-    lock = threading.Lock()
 
     def told(what: str, done: int, total: int) -> None:
-        with lock:
-            if what not in tasks:
-                tasks[what] = bar.add_task(what, total=total)
-            bar.update(tasks[what], completed=done)
+        if what not in tasks:
+            tasks[what] = bar.add_task(what, total=total)
+        bar.update(tasks[what], completed=done)
 
     with bar:
         yield told

@@ -25,7 +25,7 @@ from zero.files.storage import DISK, Storage, write_whole
 from zero.sources.source import Chunk, Source
 
 OnProgress = Callable[[str, int, int], None]
-"""Called from any thread with the name of the current phase, its bytes done so far, and its bytes in all."""
+"""Called from any thread, one at a time, with the current phase, its bytes done so far, and those in all."""
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from zero.communication.communicator import Communicator
 from zero.communication.mesh import Mesh, Meshes
 from zero.errors import StateError, UsageError, some
+from zero.integrity import Integrity
 from zero.sharding.alterations import replaced
 from zero.sharding.flat_group import FlatGroup
 from zero.sharding.forms import named_leaves
@@ -24,16 +24,6 @@ from zero.tiers.values import Values, fetch, put
 from zero.warning import warn
 
 Place = tuple[ShardedUnit, FlatGroup, int]  # a parameter's unit, group, and index in the group
-
-
-class ValueChecks(Protocol):
-    """Whether the engine may go on; see `zero.integrity`."""
-
-    def check_showable(self) -> None: ...
-
-    def snapshot_versions(self) -> None: ...
-
-    def interrupt(self) -> None: ...
 
 
 class FullParameters(Uncopied):
@@ -48,7 +38,7 @@ class FullParameters(Uncopied):
         units: Sequence[ShardedUnit],
         communicator: Communicator,
         meshes: Meshes,
-        integrity: ValueChecks,
+        integrity: Integrity,
     ) -> None:
         self.integrity = integrity
         self.meshes = meshes
