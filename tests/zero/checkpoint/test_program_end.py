@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.host]  # starts programs
 
 ENDS = """
 import sys, threading, time
-from zero.checkpoint.program_end import has_failed
+from zero.checkpoint.save_messages import has_failed
 
 def later():
     threading.main_thread().join()

@@ -67,7 +67,7 @@ def interrupted_start_body(context: Context, runs: str) -> dict[str, str]:
         with pytest.raises(KeyboardInterrupt):
             engine.save_checkpoint(Path(runs, "a"), async_=True)
         patch.undo()
-        patch.setattr("zero.checkpoint.background.START_SECONDS", 0.1)
+        patch.setattr("zero.checkpoint.save_job.START_SECONDS", 0.1)
         said = {"waiting": raised(engine.wait_for_checkpoint), "once": raised(engine.wait_for_checkpoint)}
     engine.save_checkpoint(Path(runs, "b"), async_=True)
     engine.save_checkpoint(Path(runs, "c"))

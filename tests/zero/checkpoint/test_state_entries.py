@@ -17,7 +17,7 @@ from accelz.conformance.cluster import Clusters, Context
 from tests.zero.helpers.loops import train_on
 from tests.zero.helpers.models import device_of
 from tests.zero.helpers.training import adamw
-from zero.checkpoint.group_match import match_groups
+from zero.checkpoint.param_groups import match_groups
 from zero.sources.opening import open_source
 
 

@@ -403,7 +403,7 @@ def test_what_is_written_can_be_read_by_safetensors(tmp_path: Path, monkeypatch:
                 write(source, tmp_path / "out")
     torch.save({"w": torch.ones(2)}, tmp_path / "even.pt")
     monkeypatch.setattr("zero.consolidate.plan.METADATA", "x")  # a header that only we can read
-    monkeypatch.setattr("zero.files.header.METADATA", "x")
+    monkeypatch.setattr("zero.files.safetensors_header.METADATA", "x")
     with (
         open_source(tmp_path / "even.pt") as source,
         pytest.raises(zero.CheckpointError, match="library of safetensors"),

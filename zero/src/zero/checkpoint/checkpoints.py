@@ -17,7 +17,6 @@ from torch import Tensor
 
 from zero.average import averages_in
 from zero.checkpoint import user_state
-from zero.checkpoint.background import BackgroundSave
 from zero.checkpoint.engine_state import (
     EngineParts,
     average_parts,
@@ -28,7 +27,7 @@ from zero.checkpoint.engine_state import (
 )
 from zero.checkpoint.load import Loaded, LoadOptions, load
 from zero.checkpoint.rank_file import pack
-from zero.checkpoint.save_job import RankSave
+from zero.checkpoint.save_job import BackgroundSave, RankSave
 from zero.checkpoint.save_messages import SaveMessages, Waiting
 from zero.checkpoint.save_start import refuse, start
 from zero.checkpoint.stored_names import StoredNames

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from accelz import HOST
 from zero.checkpoint.engine_state import EngineParts
-from zero.checkpoint.group_match import match_groups
-from zero.checkpoint.group_options import merged, misfits, take
+from zero.checkpoint.param_groups import match_groups, merged, misfits, take
 from zero.errors import OptimizerError, StateError
 from zero.files.dtypes import TORCH
 from zero.files.manifest import Manifest, ParameterEntry, Sized, model_key, state_key

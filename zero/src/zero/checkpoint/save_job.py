@@ -1,8 +1,12 @@
-"""One save: every rank writes its file, rank 0 publishes, all learn the outcome. Knows nothing of engines."""
+"""One save: every rank writes its file, rank 0 publishes, all learn the outcome. Knows nothing of engines.
+
+It may have a thread of its own.
+"""
 
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -13,19 +17,20 @@ from torch import Tensor
 
 from accelz import Accelerator
 from zero.checkpoint.engine_state import RankState
-from zero.checkpoint.program_end import has_failed
 from zero.checkpoint.rank_file import write_rank_file
-from zero.checkpoint.save_messages import SaveMessages
+from zero.checkpoint.save_messages import SaveMessages, has_failed
 from zero.checkpoint.save_start import LAST, PART, take_leave
 from zero.errors import CheckpointError, CommunicationError
 from zero.files.manifest_assembly import assemble
 from zero.files.publication import Publication
 from zero.files.storage import Storage
-from zero.loading.problems import Problem, error_of, problem_of
+from zero.loading.together import Problem, error_of, problem_of
 from zero.observe.observation import timed
 from zero.ranges import in_range
 
 _log = logging.getLogger("zero")
+START_SECONDS = 5.0
+"""How long a thread may take to begin. Where Ctrl-C interrupts its start, it never does."""
 
 
 @dataclass
@@ -186,3 +191,41 @@ class RankSave:
                     f"rank 0 sees {size} of the {entry['bytes']} bytes that rank {rank} wrote: the "
                     "checkpoint must be on a file system that all ranks share"
                 )
+
+
+class BackgroundSave:
+    """One job in the background. path: of the checkpoint, for messages."""
+
+    def __init__(self, job: RankSave, path: Path) -> None:
+        self._job = job
+        self._path = path
+        self._failure: BaseException | None = None
+        self._begun = threading.Event()
+        self._claim = threading.Lock()  # whose it is: the thread has begun, or is waited for no longer
+        self._thread = threading.Thread(target=self._run, name=f"saving {path}")
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def outcome(self) -> BaseException | None:
+        """Wait until the save is over, and return its error, if any. May be interrupted and called again."""
+        if not self._begun.wait(START_SECONDS) and self._claim.acquire(blocking=False):
+            return CheckpointError(
+                f"the save of {self._path} in the background was interrupted before it began: call "
+                "save_checkpoint again on every rank"
+            )
+        self._begun.wait()
+        self._thread.join()
+        return self._failure
+
+    def _run(self) -> None:
+        """The thread's body."""
+        if not self._claim.acquire(blocking=False):
+            return
+        self._begun.set()
+        try:
+            self._job.run()
+        except BaseException as error:
+            self._failure = error
+            if not self._job.shared:  # otherwise rank 0 says so
+                _log.error("the checkpoint %s could not be saved: %s", self._path, error)

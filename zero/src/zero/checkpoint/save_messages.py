@@ -6,6 +6,8 @@ Collectives cannot be used: those of a background save would interleave with tho
 from __future__ import annotations
 
 import json
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -14,7 +16,6 @@ from typing import Any
 from accelz import Group
 from accelz.ranks.bounded_store import MissingKeysError, wait_for
 from accelz.ranks.peers import Peers
-from zero.checkpoint.program_end import has_failed
 from zero.errors import CommunicationError
 
 JOINED = "join"
@@ -26,6 +27,12 @@ JOIN_SECONDS = 10.0
 
 Waiting = Callable[[float], AbstractContextManager[Any]]
 """Wraps a wait for other ranks. It is called with the seconds after which the wait fails."""
+
+
+def has_failed() -> bool:
+    """Whether the main thread is gone, after an exception that nothing caught."""
+    uncaught = hasattr(sys, "last_value") or hasattr(sys, "last_exc")
+    return uncaught and not threading.main_thread().is_alive()
 
 
 class SaveMessages:

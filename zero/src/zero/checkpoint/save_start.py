@@ -10,7 +10,7 @@ from zlib import crc32
 
 from zero.checkpoint.save_messages import JOINED, SaveMessages
 from zero.errors import CommunicationError, RankMismatchError, ZeroError
-from zero.loading.problems import Problem, error_of, problem_of
+from zero.loading.together import Problem, error_of, problem_of
 
 _log = logging.getLogger("zero")
 PART = "rank {} could not save its part of the checkpoint"

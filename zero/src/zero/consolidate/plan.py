@@ -12,8 +12,8 @@ from fnmatch import fnmatchcase
 
 from zero.config.output import OutputDtype
 from zero.errors import CheckpointError, UsageError
-from zero.files.header import METADATA, lay_out
 from zero.files.manifest import ITEM_BYTES, Sized
+from zero.files.safetensors_header import METADATA, lay_out
 from zero.sources.source import TensorInfo
 
 _CAST = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 from zlib import crc32
 
 from zero.errors import CheckpointError
-from zero.files.header import lay_out
 from zero.files.manifest import (
     CHECKSUM_BLOCK,
     CHECKSUMS,
@@ -19,6 +18,7 @@ from zero.files.manifest import (
     LARGEST_TABLE,
     LONGEST_HEADER,
 )
+from zero.files.safetensors_header import lay_out
 
 _METADATA = {"format": "pt", "whole": "see manifest.json"}
 

@@ -1,12 +1,14 @@
-"""Where the tensors are in safetensors files: one file, or a directory in the layout of transformers.
+"""The header of a safetensors file, as zero writes it; and where the tensors are in files of others.
 
-Every tensor's place is checked against its shape and the file's size, so nothing outside it is ever read:
-the library of safetensors does that, and what it refuses is refused here, too.
+What is read is one file, or a directory in the layout of transformers. Every tensor's place is checked
+against its shape and the file's size, so nothing outside it is ever read: the library of safetensors does
+that, and what it refuses is refused here, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,13 +18,38 @@ from safetensors import safe_open
 
 from zero.errors import CheckpointError
 from zero.files.boundary import typed
-from zero.files.header import METADATA
 from zero.files.manifest import ITEM_BYTES, LONGEST_HEADER, MOST_DIMENSIONS, Sized
-from zero.files.storage import DISK
+from zero.files.storage import DISK, PAGE
 from zero.files.strict_json import parse
 from zero.files.weight_map import Layout
 
+METADATA = "__metadata__"  # the name that safetensors reserves
 LAYOUT = Layout("model.safetensors", "model.safetensors.index.json")
+
+
+def in_values(dtype: str, shape: Sequence[int]) -> list[int]:
+    """A tensor's shape as safetensors counts it: in values, of which F4 has two in an element of torch."""
+    return [*shape[:-1], 2 * shape[-1]] if dtype == "F4" and shape else list(shape)
+
+
+def lay_out(
+    metadata: Mapping[str, str], tensors: Iterable[tuple[str, str, Sequence[int], int]]
+) -> tuple[bytes, list[int]]:
+    """The header of a file that holds `tensors` one after another, and the bytes where they begin.
+
+    tensors: name, dtype, shape and bytes of each. The header includes its length field, and is padded with
+    spaces so that the tensors begin on a page. The list of positions has one for each tensor, and one for the
+    end of the last.
+    """
+    described: dict[str, Any] = {METADATA: metadata}
+    ends = [0]
+    for name, dtype, shape, nbytes in tensors:
+        offsets = [ends[-1], ends[-1] + nbytes]
+        described[name] = {"dtype": dtype, "shape": in_values(dtype, shape), "data_offsets": offsets}
+        ends.append(offsets[1])
+    text = json.dumps(described, separators=(",", ":")).encode()
+    begin = -(-(8 + len(text)) // PAGE) * PAGE
+    return (begin - 8).to_bytes(8, "little") + text.ljust(begin - 8), [begin + end for end in ends]
 
 
 @dataclass(frozen=True)

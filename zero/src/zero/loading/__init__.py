@@ -2,6 +2,6 @@
 
 Modules, lowest first:
 
-problems, together      errors as messages between ranks; actions that succeed on every rank, or raise
+together                actions that succeed on every rank, or raise; errors as messages between ranks
 tensor_reader, weights  reading stored tensors; filling parameters and buffers
 """

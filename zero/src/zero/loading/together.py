@@ -1,12 +1,31 @@
-"""Actions that succeed on every rank or raise on every rank."""
+"""Actions that succeed on every rank or raise on every rank; errors as messages between ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+from zero import errors
 from zero.communication.communicator import Communicator
-from zero.loading.problems import error_of, problem_of
+from zero.errors import ZeroError
+
+Problem = list[str]  # the name of a class in zero.errors, and the message
+
+
+def problem_of(error: BaseException, context: str) -> Problem:
+    """An error as JSON values. An error that is not zero's becomes a CheckpointError with `context`."""
+    if isinstance(error, ZeroError) and hasattr(errors, type(error).__name__):
+        return [type(error).__name__, str(error)]
+    what = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}".removesuffix(": ")
+    return ["CheckpointError", f"{context}: {what}"]
+
+
+def error_of(problem: Problem) -> ZeroError:
+    """The error to raise for a problem, which may be another rank's."""
+    kind, message = problem
+    error = getattr(errors, kind)(message)
+    assert isinstance(error, ZeroError)
+    return error
 
 
 class Together:

@@ -12,7 +12,7 @@ record_source           weights in records of files
 flat_groups             where parameters lie in DeepSpeed's flat groups
 safetensors_files       safetensors
 torch_weights           weights in files of torch.save
-deepspeed_files, deepspeed_weights, deepspeed
+deepspeed_files, deepspeed
                         checkpoints of DeepSpeed
 dcp, zero_checkpoint    checkpoints of torch.distributed.checkpoint; zero's own
 opening                 finding out the format
