@@ -74,50 +74,6 @@ class UnitDraft:
         return self.whole or all(g.shared_by == 1 and g.placement.params.near for g in self.groups)
 
 
-@dataclass(frozen=True)
-class _Cut:
-    """A unit cut into groups, by kind, before anything is placed."""
-
-    plan: UnitPlan
-    whole: bool
-    groups: Mapping[GroupKind, list[Named]]
-
-
-@dataclass(frozen=True)
-class _Ways:
-    """What the parameters of a unit may be converted to when it is gathered.
-
-    quant_dtype: dtype that matrices are rounded to, in blocks with one scale each; None for no rounding.
-    Vectors are never rounded: most are shorter than a block, and a norm's weights do not tolerate it.
-    castable: parameters that autocast casts before each use, which may be cast before they are gathered.
-    exact: parameters that are never converted. own_codes: whether those that make codes of themselves do:
-    torch's compiler does not see into these.
-    """
-
-    quant_dtype: torch.dtype | None = None
-    castable: Collection[nn.Parameter] = ()
-    exact: Collection[nn.Parameter] = ()
-    own_codes: bool = False
-
-    def of(self, parameter: nn.Parameter, dtype: torch.dtype, alone: bool) -> GatherOptions:
-        """alone: whether the parameter is on one rank only, and travels to no other."""
-        own = None if alone or not self.own_codes else code_dtype(parameter)
-        if own is not None:
-            return GatherOptions(own, own=True)
-        coded = (
-            not alone
-            and parameter.is_floating_point()
-            and parameter.dim() > 1
-            and parameter not in self.exact
-        )
-        narrows = dtype is torch.float32 and parameter in self.castable
-        return GatherOptions(self.quant_dtype if coded else None, narrows)
-
-
-_EXACT = _Ways()
-"""For units that every rank keeps whole, which no forward gathers."""
-
-
 def draft_units(
     prepared: Prepared,
     config: Config,
@@ -131,18 +87,17 @@ def draft_units(
     how many values optimizers keep per element of each parameter; empty if no setting limits the memory of
     optimizer state.
     """
-    ways = _Ways(
-        dtype_named(config.gather_dtype), prepared.castable, prepared.exact, own_codes=config.compile is None
-    )
-    cuts = []
-    for plan in prepared.plans:
-        whole = config.stage < 3 or plan.persistent
-        cuts.append(_Cut(plan, whole, _partition(plan, config, _EXACT if whole else ways, prepared, sharing)))
+    units = [(plan, config.stage < 3 or plan.persistent) for plan in prepared.plans]
+    parted = [_partition(plan, whole, config, prepared, sharing) for plan, whole in units]
 
     def shards(kind: GroupKind) -> int:
         return sharing(kind.apart) if config.stage > 0 else 1
 
-    kinds = [(kind, named, cut.whole) for cut in cuts for kind, named in cut.groups.items()]
+    kinds = [
+        (kind, named, whole)
+        for (_, whole), groups in zip(units, parted, strict=True)
+        for kind, named in groups.items()
+    ]
     stepped_by = stepping_ranks(
         (kind.stepping, shards(kind), [p for _, p in named]) for kind, named, _ in kinds
     )
@@ -150,29 +105,16 @@ def draft_units(
     beside = partial(_state_beside, stepped_by, moments)
     requests = [_request(kind, named, whole, shards(kind), policy, beside) for kind, named, whole in kinds]
     placed = zip(requests, placer.place(requests), strict=True)  # in the order of units and groups
-    return [
-        UnitDraft(
-            cut.plan,
-            cut.whole,
-            tuple(
-                _draft(kind, named, sharing(kind.apart), *next(placed), stepped_by)
-                for kind, named in cut.groups.items()
-            ),
-        )
-        for cut in cuts
-    ]
-
-
-def _draft(
-    kind: GroupKind,
-    named: list[Named],
-    shared_by: int,
-    request: PlacementRequest,
-    placement: Placement,
-    stepped_by: Mapping[nn.Parameter, int],
-) -> GroupDraft:
-    ranks = tuple(stepped_by[p] for _, p in named if p in stepped_by)
-    return GroupDraft(tuple(named), kind, shared_by, request.shard_numel, placement, ranks or None)
+    drafts = []
+    for (plan, whole), groups in zip(units, parted, strict=True):
+        drafted = []
+        for kind, named in groups.items():
+            request, placement = next(placed)
+            ranks = tuple(stepped_by[p] for _, p in named if p in stepped_by) or None
+            shared_by = sharing(kind.apart)
+            drafted.append(GroupDraft(tuple(named), kind, shared_by, request.shard_numel, placement, ranks))
+        drafts.append(UnitDraft(plan, whole, tuple(drafted)))
+    return drafts
 
 
 def reserve_disk(
@@ -261,7 +203,7 @@ def _state_beside(
 
 
 def _partition(
-    plan: UnitPlan, config: Config, ways: _Ways, prepared: Prepared, sharing: Sharing
+    plan: UnitPlan, whole: bool, config: Config, prepared: Prepared, sharing: Sharing
 ) -> dict[GroupKind, list[Named]]:
     """Return a unit's parameters by kind; those of one param group are adjacent, for a single kernel call."""
     groups: dict[GroupKind, list[Named]] = {}
@@ -271,10 +213,30 @@ def _partition(
         dtype = _target_dtype(parameter, config, prepared.exact)
         stepped = stepping.get(parameter, unknown) if parameter.requires_grad else Stepping()
         apart = prepared.apart.get(parameter, frozenset())
-        gathered = ways.of(parameter, dtype, alone=sharing(apart) == 1)
+        gathered = GatherOptions()  # of what every rank keeps whole, which no forward gathers
+        if not whole:
+            gathered = _gather_options(parameter, dtype, config, prepared, alone=sharing(apart) == 1)
         kind = GroupKind(dtype, parameter.requires_grad, gathered, stepped, apart)
         groups.setdefault(kind, []).append((name, parameter))
     last = max(param_group_of.values(), default=0) + 1  # parameters the optimizer does not know come last
     for named in groups.values():
         named.sort(key=lambda item: param_group_of.get(item[1], last))
     return groups
+
+
+def _gather_options(
+    parameter: nn.Parameter, dtype: torch.dtype, config: Config, prepared: Prepared, alone: bool
+) -> GatherOptions:
+    """What a parameter, in the engine in `dtype`, may be converted to when its unit is gathered.
+
+    Vectors are never rounded to 8 bits: most are shorter than a block with one scale, and a norm's weights do
+    not tolerate it. alone: whether the parameter is on one rank only, and travels to no other.
+    """
+    # torch's compiler does not see into parameters that make codes of themselves.
+    own = None if alone or config.compile is not None else code_dtype(parameter)
+    if own is not None:
+        return GatherOptions(own, own=True)
+    matrix = parameter.is_floating_point() and parameter.dim() > 1
+    coded = matrix and not alone and parameter not in prepared.exact
+    narrows = dtype is torch.float32 and parameter in prepared.castable
+    return GatherOptions(dtype_named(config.gather_dtype) if coded else None, narrows)

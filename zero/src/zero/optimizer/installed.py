@@ -144,4 +144,4 @@ def _moments(record: Record, rule: Rule) -> Sequence[Values]:
         return record.moments
     count = len(rule.moments)
     codes, scales = record.moments[:count], record.moments[count:]
-    return [Coded(*each) for each in zip(codes, scales, rule.maps, strict=True)]
+    return [Coded(*each) for each in zip(codes, scales, rule.update.maps(), strict=True)]

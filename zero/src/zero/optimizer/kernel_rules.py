@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from accelz import Kernels
-from accelz.dynamic_map import BLOCK, DynamicMap
+from accelz.dynamic_map import BLOCK
 from accelz.updates import AdamWUpdate, LionUpdate, MomentumUpdate, SgdUpdate, Update
 from zero.config.training import Moments
 from zero.errors import OptimizerError
@@ -56,11 +56,6 @@ class Rule:
         """What a record has beside a master in that dtype: the moments and, in 8 bits, then their scales."""
         moments = (Column(self.kept or master),) * len(self.moments)
         return moments + (Column(torch.float32, BLOCK),) * len(moments) if self.coded else moments
-
-    @property
-    def maps(self) -> tuple[DynamicMap, ...]:
-        """What codes of the moments stand for."""
-        return self.update.maps()
 
     @property
     def counts(self) -> bool:

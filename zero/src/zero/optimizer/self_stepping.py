@@ -41,8 +41,6 @@ class SelfStepping:
     def __init__(
         self, optimizers: Sequence[Optimizer], stores: Stores, communicator: Communicator, tracer: Tracer
     ) -> None:
-        self.gradient_bytes = 0
-        self.value_bytes = 0
         self.optimizers = tuple(optimizers)
         self._names = name_of(*optimizers)
         self._stores = stores
@@ -57,6 +55,14 @@ class SelfStepping:
         self._meets = False  # whether this step has collectives
         self._joins_blocks = False  # whether these are among ranks with the same data, too
         self._failure: Exception | None = None  # of this rank, until the ranks meet
+
+    @property
+    def gradient_bytes(self) -> int:
+        return sum(map(self._on_device, self._wide.values()))
+
+    @property
+    def value_bytes(self) -> int:
+        return sum(map(self._on_device, self._whole.values())) + self._exchange.nbytes
 
     @in_range("update")
     def run(
@@ -76,7 +82,7 @@ class SelfStepping:
             for stepped, have in turns:
                 self._arrive(stepped, have, scale)
                 self._tracer.mark("step", stepped.group.unit)
-            self._close_exchange()
+            self._exchange.close()
             self._meet()
             with self._alone():
                 self._step_together(optimizers, subs)
@@ -106,10 +112,8 @@ class SelfStepping:
             master = stepped.master
             with self._room("for whole parameters of", stepped):
                 whole = self._whole[stepped] = master.new_empty(stepped.numel)
-            self.value_bytes += self._on_device(whole)
             with self._room("for the fp32 gradients of", stepped):
-                wide = self._wide[stepped] = master.new_empty(stepped.numel)
-            self.gradient_bytes += self._on_device(wide)
+                self._wide[stepped] = master.new_empty(stepped.numel)
             for piece in stepped.pieces:
                 bind(piece, shaped(whole, stepped.specs, piece.piece))
         self._open_exchange([self._way_there(turn, scale) for turn in turns])
@@ -158,9 +162,8 @@ class SelfStepping:
         came = fetch(stepped.sub.of(have.slice.get()), stepped.master.device, self._communicator)
         if scale is None and came.dtype is master.dtype:
             return came
-        wide = torch.empty_like(came, dtype=master.dtype)
+        wide = self._wide[stepped] = torch.empty_like(came, dtype=master.dtype)
         self._widen(wide, came, scale)
-        self.gradient_bytes += self._on_device(wide)
         return wide
 
     def _give(self, stepped: SteppedSubGroup, have: StepGradients, gradient: Tensor) -> None:
@@ -238,11 +241,6 @@ class SelfStepping:
         if self._meets:
             with room_for(self._accelerator, "to exchange whole parameters", None, nbytes):
                 self._exchange.open(sizes)
-        self.value_bytes += self._exchange.nbytes
-
-    def _close_exchange(self) -> None:
-        self.value_bytes -= self._exchange.nbytes
-        self._exchange.close()
 
     def _room(self, purpose: str, stepped: SteppedSubGroup) -> AbstractContextManager[None]:
         numel = stepped.numel + (0 if stepped.routes is None else stepped.sub.numel)
@@ -286,7 +284,6 @@ class SelfStepping:
         return values.nbytes if values.device == self._accelerator.device else 0
 
     def _clear(self, subs: Sequence[SteppedSubGroup]) -> None:
-        self.gradient_bytes = self.value_bytes = 0
         self._exchange.close()
         self._failure = None
         self._whole.clear()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from enum import Enum
 
 import torch
@@ -47,7 +46,7 @@ class StreamedRecord:
     @property
     def nbytes(self) -> int:
         """Bytes of the device that the record takes while it is there."""
-        return sum(values.nbytes for values in self._apart())
+        return sum(values.nbytes for values in self._values() if self._is_away(values))
 
     @property
     def may_keep_on_device(self) -> bool:
@@ -125,9 +124,6 @@ class StreamedRecord:
     def _values(self) -> list[Tensor]:
         home = self._host_record.opened()
         return [home.master, *home.moments]
-
-    def _apart(self) -> Iterator[Tensor]:
-        return (values for values in self._values() if self._is_away(values))
 
     def _is_away(self, values: Tensor) -> bool:
         return values.device != self._accelerator.device

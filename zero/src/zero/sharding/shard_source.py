@@ -32,8 +32,8 @@ class ShardSource:
     @property
     def resting(self) -> Tensor | None:
         """The shard if it stays on the device; None if it is on the host or on disk."""
-        at_home = isinstance(self.shard, Tensor) and self.shard.device == self._device
-        return self.shard if at_home and isinstance(self.shard, Tensor) else None
+        shard = self.shard
+        return shard if isinstance(shard, Tensor) and shard.device == self._device else None
 
     @property
     def brought_bytes(self) -> int:
