@@ -17,7 +17,7 @@ from tests.simulated import capacity
 from tests.zero.helpers.fingerprint import fingerprint
 from tests.zero.helpers.training import adamw, collected
 from zero.config.offload import MeasuredOffload
-from zero.optimizer.streamed_record import StreamedRecord
+from zero.optimizer.record_streamer import StreamedRecord
 from zero.tiers.swap_file import PAGE
 
 VOCABULARY, WIDTH = 512, 64

@@ -30,7 +30,7 @@ from zero.optimizer.state_offload import StateOffload
 from zero.pretrained import Request, fill_engine
 from zero.sharding.distributed import as_distributed
 from zero.sharding.lifetime import weakly
-from zero.sharding.selection import Selection
+from zero.sharding.state_entries import Selection
 from zero.training_pass.boundary import Boundary
 from zero.whole import model_state
 from zero.whole.optimizer_state import OptimizerState

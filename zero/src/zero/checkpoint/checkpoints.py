@@ -40,7 +40,7 @@ from zero.files.storage import DISK, Storage
 from zero.loading.together import Together
 from zero.observe.observation import Observation, timed
 from zero.ranges import in_range
-from zero.sharding.selection import Selection
+from zero.sharding.state_entries import Selection
 from zero.tiers.values import lasting
 from zero.version import __version__
 

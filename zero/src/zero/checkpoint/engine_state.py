@@ -38,9 +38,8 @@ from zero.sharding.distributed import region_of
 from zero.sharding.flat_group import FlatGroup
 from zero.sharding.forms import descriptions
 from zero.sharding.layout import ParameterSpec, Piece
-from zero.sharding.selection import Selection
 from zero.sharding.sharded_unit import ShardedUnit
-from zero.sharding.state_entries import entries_of
+from zero.sharding.state_entries import Selection, entries_of
 from zero.tiers.values import Stored, Values, joined
 from zero.warning import warn
 

@@ -191,8 +191,10 @@ class GroupGradients:
     def seal(self) -> Tensor:
         """Make the whole buffer ready to be reduced: zero wherever no gradient came. Where none came at all,
         it gets the dtype that other ranks' gradients have."""
-        if self.whole is None:
-            self._gradient_dtype = self._computed_dtype()
+        if self.whole is None:  # the dtype that the parameters were computed in
+            unit, group = self.unit, self.group
+            cast = None if unit.resident else group.gather_format(unit.computed_in).dtype
+            self._gradient_dtype = cast or group.dtype
         whole = self._open()
         for index in range(self._count):
             if index not in self.filled:
@@ -363,11 +365,6 @@ class GroupGradients:
             return
         whole.release()
         self._buffers.setdefault(whole.data.dtype, whole)
-
-    def _computed_dtype(self) -> torch.dtype:
-        """The dtype that the parameters were computed in, and so the dtype of their gradients."""
-        cast = None if self.unit.resident else self.group.gather_format(self.unit.computed_in).dtype
-        return cast or self.group.dtype
 
     def _buffer(self, dtype: torch.dtype) -> FlatBuffer:
         known = self._buffers.pop(dtype, None)

@@ -15,8 +15,7 @@ group_step              one sub-group's step by a kernel
 taken_over              what the optimizer object does from now on
 parameter_exchange, self_stepping
                         steps by the optimizer itself, of slices or of whole parameters
-streamed_record, record_streamer
-                        records on the host that come to the device for their step
+record_streamer         records on the host that come to the device for their step
 hyper_parameters        what schedulers change
 sharded_optimizer       all of it behind the user's optimizer object
 state_offload           all state out of the device for a while

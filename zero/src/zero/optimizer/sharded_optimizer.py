@@ -179,7 +179,8 @@ class ShardedOptimizer:
         _between_hooks(mine_served, partial(self._kernel_step, served, Factors(scale, skip)))
 
     def _kernel_step(self, present: Sequence[Turn], factors: Factors) -> None:
-        away = factors.to(HOST) if any(map(self._is_stepped_by_host, self.subs)) else factors
+        host = (o.rule is not None and not (o.record.tier.near or o.sub.streamed) for o in self.subs)
+        away = factors.to(HOST) if any(host) else factors
         with closing(self._in_turn([stepped for stepped, _ in present])) as turns:
             for (stepped, have), state in zip(present, turns, strict=True):
                 here = factors if state.master.device == self._accelerator.device else away
@@ -200,10 +201,6 @@ class ShardedOptimizer:
                     yield next(read) if stepped.record.tier.stored else stepped.record.opened()
             for _ in itertools.chain(read, streamed):  # asking once more ends the last turn
                 raise AssertionError("a record that no sub-group has")
-
-    def _is_stepped_by_host(self, stepped: SteppedSubGroup) -> bool:
-        away = not (stepped.record.tier.near or stepped.sub.streamed)
-        return away and stepped.rule is not None
 
     def _room(self, purpose: str, stepped: SteppedSubGroup) -> AbstractContextManager[None]:
         return room_for(self._accelerator, purpose, stepped.group.unit, 4 * stepped.sub.numel)

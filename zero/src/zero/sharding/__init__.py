@@ -9,8 +9,7 @@ own_codes               weights that make codes of themselves, to be gathered an
 parts                   several parts of a model as one
 guard, alterations      what a parameter is while it has no values; changes to it that bypass the engine
 stand_in                what `param.grad` is between backward and step
-state_entries, selection
-                        names as a state dict has them; some of them
+state_entries           names as a state dict has them; some of them
 units                   the module tree divided into units; more finely, for graphs
 exact, local            which parameters keep their bits; which differ by rank
 autocast                which parameters may be cast before they are gathered

@@ -117,7 +117,7 @@ class FlatGroup:
     def shard(self, values: Values) -> None:
         self.source.shard = values
         for sub in self.subs:
-            sub.follow(values)
+            sub.shard = sub.of(values)
 
     @property
     def master(self) -> Values | None:

@@ -96,7 +96,8 @@ class _Probe(WithoutValues, Tensor):
 
     @classmethod
     def answer(cls, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if args and isinstance(args[0], cls) and args[0]._may_answer(func):
+        name, probe = getattr(func, "__name__", ""), args[0] if args else None
+        if isinstance(probe, cls) and (name in _CONVERSIONS or name == probe.device.type):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         raise _ChangeError(f"by {describe(func)}")
@@ -113,10 +114,6 @@ class _Probe(WithoutValues, Tensor):
         if _names_this_device(args[0], given):
             return args[0]
         raise _ChangeError(f"to {_wanted(args[0], given)}")
-
-    def _may_answer(self, func: Callable[..., Any]) -> bool:
-        name = getattr(func, "__name__", "")
-        return name in _CONVERSIONS or name == self.device.type
 
 
 def _names_this_device(probe: Tensor, given: Mapping[str, Any]) -> bool:

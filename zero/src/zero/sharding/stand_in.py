@@ -72,7 +72,7 @@ class GradientStandIn(Tensor):
             dtype=parameter.dtype,
             device=parameter.untyped_storage().device,
         )
-        made.__dict__["_held"] = weakref.ref(held) if held else _nobody
+        made.__dict__["_held"] = weakref.ref(held) if held else lambda: None
         return made
 
     @classmethod
@@ -233,10 +233,6 @@ class StandIns:
             place = self._places.setdefault(parameter, _GradientPlace(parameter))
             made.__dict__["_place"] = weakref.ref(place)
         return made
-
-
-def _nobody() -> None:
-    """Stands behind a stand-in that only refuses."""
 
 
 def _answer_norm(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,4 +1,4 @@
-"""What a module's state dict is made of, and the names of its parameters there.
+"""What a module's state dict is made of, the names of its parameters there, and which entries a caller wants.
 
 These are the names that files and users know: hooks on state dicts may rename what `named_parameters()`
 gives, as torch's wrappers for activation checkpointing do.
@@ -6,13 +6,15 @@ gives, as torch's wrappers for activation checkpointing do.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from zero.errors import UsageError, some
 from zero.sharding.forms import as_parameter, inner_leaves, is_apart, name_of, named_leaves
 from zero.warning import warn
 
@@ -105,3 +107,62 @@ def load_rest(module: nn.Module, values: Mapping[str, Any]) -> None:
     if values:
         with torch.no_grad():
             module.load_state_dict(dict(values), strict=False)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which entries of a model are read or saved: all, those that are trained, or those of some names.
+
+    trainable_only: leave out frozen parameters, buffers and extra state. include: shell patterns of names;
+    without any, all names. A tied parameter is chosen by any of its names, and has all of them."""
+
+    trainable_only: bool = False
+    include: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, trainable_only: bool, include: str | Iterable[str] | None) -> Selection:
+        """The selection that a caller asks for. Raises UsageError for no patterns, and for what is none."""
+        if include is None:
+            return cls(trainable_only)
+        patterns = (include,) if isinstance(include, str) else tuple(include)
+        if not patterns:
+            raise UsageError("include is empty: leave it out to take all names, or give a pattern")
+        for pattern in patterns:
+            if not isinstance(pattern, str):
+                raise UsageError(
+                    "include takes shell patterns of names, such as '*.lora_*' or a list of them, got "
+                    f"{type(pattern).__name__}"
+                )
+        return cls(trainable_only, patterns)
+
+    def chosen(self, entries: StateEntries, trained: Collection[nn.Parameter]) -> set[str]:
+        """The names of the chosen entries. Raises UsageError for a pattern that matches none, and for none.
+
+        trained: the parameters that the engine trains.
+        """
+        for pattern in self.include:
+            if not any(fnmatchcase(name, pattern) for name in entries.names):
+                raise UsageError(
+                    f"include: {pattern!r} matches no parameter or buffer; the model has "
+                    f"{some(list(entries.names))}"
+                )
+        found = {
+            name
+            for parameter, names in entries.parameters.items()
+            if self._has(names) and (parameter in trained or not self.trainable_only)
+            for name in names
+        }
+        if not self.trainable_only:
+            found |= {name for name in (*entries.buffers, *entries.rest) if self._has((name,))}
+        if not found and entries.names:
+            raise UsageError(
+                "no parameter is left: trainable_only and include leave out all of "
+                f"{some(list(entries.names))}"
+            )
+        return found
+
+    def _has(self, names: Iterable[str]) -> bool:
+        return not self.include or any(fnmatchcase(n, pattern) for n in names for pattern in self.include)
+
+
+EVERYTHING = Selection()

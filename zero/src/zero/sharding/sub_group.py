@@ -40,10 +40,6 @@ class SubGroup:
         """Whether the shard itself is the master."""
         return self.record.master is self.shard
 
-    def follow(self, shard: Values) -> None:
-        """Follow the group to another shard."""
-        self.shard = self.of(shard)
-
     def of(self, values: Values) -> Values:
         """Return this stretch of (shard_numel,) values; the values themselves if it is all of them.
 

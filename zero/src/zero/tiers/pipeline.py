@@ -53,7 +53,9 @@ class Pipeline:
 
     def _begin_read(self, record: Record, turn: int) -> Transfer:
         """Begin to read into the buffer of three turns before, waiting until that has been written."""
-        self._finish_write(turn % BUFFERS)
+        writing, self._writes[turn % BUFFERS] = self._writes[turn % BUFFERS], None
+        if writing is not None:
+            writing.wait()
         first = record.sections[0]
         return first.file.read(first.place, self._bytes(record, turn))
 
@@ -65,11 +67,6 @@ class Pipeline:
             transfer.drain()
         for transfer in under_way:
             transfer.wait()
-
-    def _finish_write(self, index: int) -> None:
-        writing, self._writes[index] = self._writes[index], None
-        if writing is not None:
-            writing.wait()
 
     def _views(self, record: Record, turn: int) -> list[Tensor]:
         buffer, begin, views = self._buffers[turn % BUFFERS], 0, []

@@ -48,11 +48,12 @@ class SplitMaster(Stored):
             high = upper[part].view(torch.int16).to(torch.int32)
             high.sub_((low > _HALF).to(torch.int32))
             out[part].view(torch.int32).copy_(high.bitwise_left_shift_(16).bitwise_or_(low))
-        out.view(torch.int32)[self._my_ties()] -= 1 << 16
+        ties = self._whole._ties
+        out.view(torch.int32)[ties[self._contains(ties)] - self._start] -= 1 << 16
 
     def split(self, master: Tensor, lower: Tensor) -> None:
         """Write the lower halves of the masters to `lower`; the weights have the upper ones already."""
-        found = [torch.empty(0, dtype=torch.int64, device=HOST)]
+        found = list[Tensor]()
         for begin in range(0, master.numel(), _CHUNK):
             part = slice(begin, begin + _CHUNK)
             bits = master[part].view(torch.int32)
@@ -60,7 +61,8 @@ class SplitMaster(Stored):
             odd_tie = bits.bitwise_and(0x1FFFF).eq_(0x10000 | _HALF)
             if odd_tie.any():
                 found.append(odd_tie.nonzero().flatten() + begin + self._start)
-        self._remember(torch.cat(found))
+        ties = self._whole._ties
+        self._whole._ties = torch.cat((ties[~self._contains(ties)], *found))
 
     def read_into(self, out: Tensor) -> None:
         self.join(self.lower.read(), out)
@@ -74,15 +76,6 @@ class SplitMaster(Stored):
 
     def part(self, begin: int, end: int) -> SplitMaster:
         return SplitMaster(lambda: self.weights()[begin:end], self.lower.part(begin, end), self._whole)
-
-    def _my_ties(self) -> Tensor:
-        """Return the places within this part."""
-        ties = self._whole._ties
-        return ties[self._contains(ties)] - self._start
-
-    def _remember(self, found: Tensor) -> None:
-        ties = self._whole._ties
-        self._whole._ties = torch.cat((ties[~self._contains(ties)], found))
 
     def _contains(self, places: Tensor) -> Tensor:
         return (places >= self._start) & (places < self._start + self.numel())

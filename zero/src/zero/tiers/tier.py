@@ -56,7 +56,7 @@ class Record:
     def bytes_on(self, device: torch.device, shard: Values) -> int:
         """Return the bytes in use on `device`, without those of a master that is the shard itself."""
         values = [v for v in (self.master, *self.moments) if v is not shard]
-        return sum(v.numel() * v.element_size() for v in values if _is_on(v, device))
+        return sum(v.nbytes for v in values if isinstance(v, Tensor) and v.device == device)
 
     @property
     def sections(self) -> list[Section]:
@@ -76,10 +76,6 @@ class Record:
         """Reverse `unpack`, before the record is written; moments were stepped in place."""
         if isinstance(self.master, SplitMaster):
             self.master.split(state.master, sections[0])
-
-
-def _is_on(values: Values, device: torch.device) -> bool:
-    return isinstance(values, Tensor) and values.device == device
 
 
 class Tier(ABC):

@@ -27,7 +27,7 @@ class WeightWriter:
         narrow = self._target.dtype.itemsize < master.dtype.itemsize
         self.narrow = self._target if narrow else None
 
-    def deliver(self, stepped: Iterable[slice], skip: Tensor | None = None) -> None:
+    def deliver(self, stepped: Iterable[slice], skip: Tensor | None) -> None:
         """Send the weights to the shard.
 
         stepped: the stretches that the kernel has written to `narrow`, unless `skip` is 1.

@@ -14,9 +14,8 @@ from zero.communication.mesh import Mesh, Meshes
 from zero.errors import StateError, some
 from zero.sharding.distributed import as_distributed, block_of, is_distributed
 from zero.sharding.flat_group import FlatGroup
-from zero.sharding.selection import EVERYTHING, Selection
 from zero.sharding.sharded_unit import ShardedUnit
-from zero.sharding.state_entries import entries_of, load_rest, state_of
+from zero.sharding.state_entries import EVERYTHING, Selection, entries_of, load_rest, state_of
 from zero.whole.full_parameters import FullParameters, spread_buffer, view_of
 
 
