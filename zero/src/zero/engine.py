@@ -246,7 +246,7 @@ class Engine:
     @property
     def traffic(self) -> Traffic:
         """Collectives issued so far, by kind: counts and bytes. `traffic.clear()` resets them."""
-        return self._communicator.traffic
+        return self._communicator.ledger.traffic
 
     @property
     def device(self) -> torch.device:

@@ -26,7 +26,7 @@ from zero.communication.disk_errors import PostponedDiskErrors
 from zero.communication.failures import Issued
 from zero.communication.grid import Grid
 from zero.communication.job import JobGroups, explained
-from zero.communication.ledger import Ledger, Traffic
+from zero.communication.ledger import Ledger
 from zero.communication.line import Line
 from zero.communication.mesh import Mesh
 from zero.communication.reports import not_everywhere
@@ -148,10 +148,6 @@ class Communicator:
             every = self.everywhere(sorted({tuple(sorted(along)) for along in wanted}))
             for along in sorted({tuple(each) for rank in every for each in rank}):
                 self.part(along)
-
-    @property
-    def traffic(self) -> Traffic:
-        return self.ledger.traffic
 
     @property
     def failed(self) -> bool:

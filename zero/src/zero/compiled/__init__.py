@@ -13,6 +13,5 @@ explain                 what the passes did
 pipeline                all of them in their order
 inductor, local_inputs, backend
                         the inner compiler; DTensors as their local tensors; what dynamo calls
-saved                   the user's hooks on saved tensors, around a graph
 model                   the model whose calls are compiled; puts it all together
 """

@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch._dynamo.eval_frame import reset_code
 from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, TorchDynamoException
+from torch.autograd.graph import saved_tensors_hooks
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from zero.communication.communicator import Communicator
@@ -26,7 +28,6 @@ from zero.compiled.explain import Explanation
 from zero.compiled.facts import gather_facts
 from zero.compiled.persistence import Persistence
 from zero.compiled.runtime import Runtime
-from zero.compiled.saved import hooks_spare_parameters
 from zero.config.training import Config
 from zero.errors import UsageError, ZeroError, some
 from zero.gradients.group_gradients import GradientPolicy
@@ -147,7 +148,7 @@ class CompiledModel:
             unit.guard.expose(released=self._pass.in_backward)
         self._pass.in_graph = True
         try:
-            with hooks_spare_parameters():
+            with _hooks_spare_parameters():
                 result = whole(self._model(), *args, **kwargs)
             self._show_returned(result)
             self._runtime.pending_backwards.expect(result)
@@ -255,3 +256,23 @@ def _frame(module: nn.Module, number: int) -> Callable[..., Any]:
 
     call.__code__ = call.__code__.replace(co_name=f"zero_{id(module)}_{number}")
     return call
+
+
+@dataclass(frozen=True)
+class _Packed:
+    """What the user's hook returned for a tensor."""
+
+    value: Any
+
+
+def _hooks_spare_parameters() -> AbstractContextManager[Any]:
+    """Have the user's hooks on saved tensors, such as `save_on_cpu()`, called for everything but parameters,
+    around a graph's forward: these are saved without values and gathered again."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    if hooks is None:
+        return nullcontext()
+    pack, unpack = hooks
+    return saved_tensors_hooks(
+        lambda tensor: tensor if isinstance(tensor, nn.Parameter) else _Packed(pack(tensor)),
+        lambda packed: unpack(packed.value) if isinstance(packed, _Packed) else packed,
+    )

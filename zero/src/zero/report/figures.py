@@ -38,7 +38,7 @@ def lines(rows: Rows, names: Sequence[str], y: str, unit: Unit = "") -> Spec:
     for mark in marks:
         mark["encoding"]["y"] |= {"title": y, "scale": {"zero": False}, "axis": _axis(unit)}
         mark["encoding"]["color"]["legend"] = legend
-    return _layered(rows, [*marks, _hover(names, unit)])
+    return _framed(rows, _HEIGHT, layer=[*marks, _hover(names, unit)])
 
 
 def areas(
@@ -62,7 +62,7 @@ def areas(
     area["encoding"]["order"] = {"field": "order"}
     area["encoding"]["x"]["title"] = x
     area["encoding"]["y"] |= {"title": y, "stack": "zero", "axis": _axis(unit)}
-    return _layered(rows, [area, _hover(names, unit, told, x, stairs)])
+    return _framed(rows, _HEIGHT, layer=[area, _hover(names, unit, told, x, stairs)])
 
 
 def capped(spec: Spec, most: float) -> Spec:
@@ -97,33 +97,22 @@ def bars(values: Mapping[str, float], y: str, x: str, unit: Unit) -> Spec:
         rest = len(values) - len(shown)
         shown[f"({rest} more)"] = sum(values.values()) - sum(shown.values())
     rows = [{"name": name or "(none)", "value": value} for name, value in shown.items()]
-    return {
-        "data": {"values": rows},
-        "width": "container",
-        "autosize": _FIT,
-        "height": _BAR * len(rows),
-        "mark": {"type": "bar", "color": COLOURS[0], "cornerRadiusEnd": 2},
-        "encoding": {
-            "y": {"field": "name", "type": "nominal", "sort": None, "title": y, "axis": {"labelLimit": 150}},
-            "x": {"field": "value", "type": "quantitative", "title": x, "axis": _axis(unit)},
-            "tooltip": [
-                {"field": "name", "title": y},
-                {"field": "value", "title": x, "format": _FORMATS[unit]},
-            ],
-        },
-        "config": _CONFIG,
+    encoding: Spec = {
+        "y": {"field": "name", "type": "nominal", "sort": None, "title": y, "axis": {"labelLimit": 150}},
+        "x": {"field": "value", "type": "quantitative", "title": x, "axis": _axis(unit)},
+        "tooltip": [
+            {"field": "name", "title": y},
+            {"field": "value", "title": x, "format": _FORMATS[unit]},
+        ],
     }
+    mark = {"type": "bar", "color": COLOURS[0], "cornerRadiusEnd": 2}
+    return _framed(rows, _BAR * len(rows), mark=mark, encoding=encoding)
 
 
-def _layered(rows: Rows, layer: list[Spec]) -> Spec:
-    return {
-        "data": {"values": list(rows)},
-        "width": "container",
-        "autosize": _FIT,
-        "height": _HEIGHT,
-        "layer": layer,
-        "config": _CONFIG,
-    }
+def _framed(rows: Rows, height: int, **content: Any) -> Spec:
+    data = {"values": list(rows)}
+    frame = {"width": "container", "autosize": _FIT, "height": height, "config": _CONFIG}
+    return {"data": data, **frame, **content}
 
 
 def _series(some: Sequence[str], names: Sequence[str], mark: Spec, colours: Sequence[str] = COLOURS) -> Spec:

@@ -59,11 +59,11 @@ class TrainingPass(Uncopied):
     """Where training is, and what happens there.
 
     backwards: how many there have been since the last step. has_gradients: whether there are gradients, which
-    may have been stepped already. in_backward: between the beginning and the end of
-    one. in_graph: inside a compiled forward of the
-    whole model, which does its own gathers. schedule: the order in which units are needed. order: of the
-    calls of units. calls: of each unit, by its index. called: modules whose calls need a unit.
-    failed_by_itself(): told of a backward that autograd began and that has failed.
+    may have been stepped already. summed: whether the last backward has left sums over all ranks, of which
+    all know, or the one under way will. in_backward: between the beginning and the end of one. in_graph:
+    inside a compiled forward of the whole model, which does its own gathers. schedule: the order in which
+    units are needed. order: of the calls of units. calls: of each unit, by its index. called: modules whose
+    calls need a unit. failed_by_itself(): told of a backward that autograd began and that has failed.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class TrainingPass(Uncopied):
         self.handles: list[RemovableHandle] = []  # of the hooks that report to it
         self.sums_ranks = True  # those that begin now; False in `no_sync`
         self._steps = config.gradient_accumulation_steps
-        self._last = False
+        self.summed = False
         self._by_itself = False  # the backward under way was begun by autograd
         self._retains = False  # its graph, for another one
         self._depth = 0  # how many runs of autograd there were then, one within the other
@@ -201,14 +201,9 @@ class TrainingPass(Uncopied):
         """Whether the settings say how many backwards an optimizer step has."""
         return self._steps is not None
 
-    @property
-    def summed(self) -> bool:
-        """Whether the last backward has left sums over all ranks, of which all know."""
-        return self._last
-
     def begin(self) -> None:
         """A backward begins."""
-        self._last = self.sums_ranks if self._steps is None else self.backwards + 1 == self._steps
+        self.summed = self.sums_ranks if self._steps is None else self.backwards + 1 == self._steps
         if self._steps is None and self.has_gradients:
             self._held_gradients.resume()
         self._set_in_backward(True)
@@ -217,7 +212,7 @@ class TrainingPass(Uncopied):
         self._forget_progress()  # left by torch.autograd.grad, which may have ended anywhere
         self._forget_interrupted()
         with apart():
-            self._reducer.begin_backward(self._last)
+            self._reducer.begin_backward(self.summed)
 
     def run(self, loss: Tensor) -> None:
         """Run autograd from the loss, between `begin` and `end`."""
@@ -236,20 +231,20 @@ class TrainingPass(Uncopied):
                 (self.begin_call if event.over else self._end_call)(event.call)
         self._end_differentiated()
         self.order.end()
-        if self._last:
+        if self.summed:
             self.order.settle()
         # Before the last micro-batch, only a disk may have anything to tell.
         with apart():
-            self._reducer.finish_backward(agree=self._last or self._config.offload.path is not None)
+            self._reducer.finish_backward(agree=self.summed or self._config.offload.path is not None)
         self._leave_backward()
         self._reset()
         torch.clear_autocast_cache()  # an autocast block that goes on must cast anew: these units are gone
         # Another micro-batch's forward may have come before this backward, with parts that were called.
-        over = self._last and self._steps is not None
+        over = self.summed and self._steps is not None
         self.release_all(keep=() if over else (Keep.DIFFERENTIATED, Keep.PART_CALLED))
         self.backwards += 1
         self.has_gradients = True
-        if self._last:
+        if self.summed:
             self._held_gradients.show()
         self._tracer.end_backward()
         self._observation.phase("outside")
@@ -326,7 +321,7 @@ class TrainingPass(Uncopied):
     def _set_in_backward(self, in_backward: bool) -> None:
         self.in_backward = self._communicator.in_pass = in_backward
         # A graph's schedule knows only that graph: with another one under way, records come in the step.
-        self._streamed_state.expected = in_backward and self._last and self._forwards == 1
+        self._streamed_state.expected = in_backward and self.summed and self._forwards == 1
 
     # -- on autograd's way ------------------------------------------------------------------------------
 
