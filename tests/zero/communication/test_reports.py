@@ -108,7 +108,7 @@ def nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_rank_that_has_gone_on_waits_no_longer_where_it_did() -> None:
     """It publishes nothing at the end of a wait that raises, so that others learn of it."""
     store = bounded(HashStore(), 10.0)
-    here, there = (Waits(Reports(Group(rank, 2, 60.0, store, None), "watch"), []) for rank in range(2))  # type: ignore[arg-type]
+    here, there = (Waits(Reports(Group(rank, 2, 60.0, store, None), "watch")) for rank in range(2))  # type: ignore[arg-type]
     with suppress(RuntimeError), there.waiting(5, "save_checkpoint('a')", limit=0.1):
         there.patience = 0.0
         there.look()
@@ -126,10 +126,10 @@ def test_a_failure_is_logged_by_ranks_that_wait_for_others(caplog: pytest.LogCap
     """Once, with the first of the failures, long before the wait itself fails."""
     store = bounded(HashStore(), 10.0)
     groups = [Group(rank, 3, 60.0, store, None) for rank in range(3)]  # type: ignore[arg-type]
-    waits = Waits(Reports(groups[0], "line"), [])
+    waits = Waits(Reports(groups[0], "line"))
     for rank in (2, 1):
         mine = Failure(rank, NAMES[rank], 0.1, f"cause {rank}")
-        Reports(groups[rank], "line").exchange({}, mine, among=())
+        Reports(groups[rank], "line").exchange(mine, among=())
     wait = waits.begin(7, "exchange of norms")
     wait.began -= waits.patience / 2
     waits.look()
@@ -157,7 +157,7 @@ def test_what_was_read_before_is_told_when_the_store_is_gone() -> None:
     """Rank 0, which hosts it, gives up in its own wait and ends."""
     store = Lost()
     reached = bounded(store, 10.0)
-    here, there = (Waits(Reports(Group(rank, 2, 60.0, reached, None), "watch"), []) for rank in (1, 0))  # type: ignore[arg-type]
+    here, there = (Waits(Reports(Group(rank, 2, 60.0, reached, None), "watch")) for rank in (1, 0))  # type: ignore[arg-type]
     with there.waiting(5, "save_checkpoint('a')", limit=0.1):
         there.patience = 0.0
         there.look()

@@ -126,19 +126,23 @@ def test_a_failed_collective_is_explained_in_seconds() -> None:
     failure = Failure(1, "all_gather of unit 'a'", 601.0, "it broke")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("zero.communication.reports.SECONDS", 0.2)
-        said = reports.describe(failure, reports.exchange({1: "all_gather"}, failure), {})
-        Waits(Reports(group, "watch"), []).places([0], 1)
+        said = reports.describe(failure, reports.exchange(failure), {})
+        Waits(Reports(group, "watch")).places([0], 1)
     assert time.monotonic() - began < SILENCE / 2
     assert "it broke. Nothing is known of the other ranks: the host of the job's store, Silent" in said
 
 
-def test_a_long_wait_is_logged_with_the_silence(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_long_wait_is_logged_with_the_silence(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("zero.communication.waits.keep_looking", lambda _: None)  # nobody looks beside it
+
     class Deaf(HashStore):
         def set(self, key: str, value: str) -> None:
             time.sleep(2)
 
     nothing: Any = None
-    waits = Waits(Reports(Group(1, 2, 0.2, bounded(Deaf(), 0.2), nothing), "watch"), [])
+    waits = Waits(Reports(Group(1, 2, 0.2, bounded(Deaf(), 0.2), nothing), "watch"))
     with waits.waiting(1, "all_gather of unit 'a'"):
         waits.patience = 0.0
         waits.look()

@@ -106,7 +106,7 @@ def train_zero(
 def check_order(engine: zero.Engine) -> None:
     """Check that all ranks issued the same collectives in one order, as libraries with one queue need."""
     ledger = engine._communicator.ledger.line
-    every = engine._communicator.all_gather_object([ledger.count, *(text for _, text in ledger.log)])
+    every = engine._communicator.all_gather_object([ledger.count, *(each.text for each in ledger.issued)])
     assert all(each == every[0] for each in every), "gathers and reductions in other orders on some ranks"
 
 

@@ -27,7 +27,7 @@ from tests.zero.helpers.loops import train_on
 from tests.zero.helpers.paths import decaying, fresh, straight
 from tests.zero.helpers.waiting import wait_until
 from zero.communication.communicator import NamedHandle
-from zero.communication.failures import Issued
+from zero.communication.reports import Issued
 from zero.observe.flight_file import Flight, path_of, read
 from zero.observe.flight_recorder import FlightRecorder
 from zero.observe.hang import explain, table

@@ -78,7 +78,7 @@ def checkpoint_body(context: Context, folder: str) -> dict[str, Any]:
         model = fresh()
         engine = zero.initialize(model, sgd(model), zero.Config(timeout=20))
     train_on(engine, language_loss(model, 0, context.rank))
-    log = [text for _, text in engine._communicator.ledger.line.log if text.startswith("all_gather")]
+    log = [each.text for each in engine._communicator.ledger.line.issued if each.op == "all_gather"]
     engine.save_checkpoint(Path(folder) / "a")
     model = fresh()
     again = zero.initialize(model, sgd(model), zero.Config(timeout=20))

@@ -112,8 +112,8 @@ def order_body(context: Context, thrown_away: bool) -> list[str]:
         loss = model(features(step, context.rank, model))
         before = engine._communicator.issued
         engine.backward(loss)
-        log = engine._communicator.ledger.line.log
-        issued = [text for number, text in log if number > before and "exchange" not in text]
+        log = engine._communicator.ledger.line.issued
+        issued = [each.text for each in log if each.number > before and "exchange" not in each.text]
         engine.step()
     ops = {"all_gather": "gather", "reduce_scatter": "reduce"}
     told = (re.match(r"(\w+) of unit '(.*)'", text) for text in issued)

@@ -268,7 +268,7 @@ def order_body(context: Context, stage: int) -> list[str]:
         engine.backward(
             engine(batch(context.rank, context.accelerator.device), step < 2 or context.rank != 1)
         )
-        issued = [what for number, what in engine._communicator.ledger.line.log if number > before]
+        issued = [each.text for each in engine._communicator.ledger.line.issued if each.number > before]
         engine.step()
     return issued
 

@@ -23,13 +23,12 @@ from accelz import HOST, Accelerator, CollectiveError, Group, Handle, ReduceOp
 from accelz.ranks.exchange import Exchange, unused_key
 from zero.communication.differences import LACKS, first_line, first_setting
 from zero.communication.disk_errors import PostponedDiskErrors
-from zero.communication.failures import Issued
 from zero.communication.grid import Grid
 from zero.communication.job import JobGroups, explained
 from zero.communication.ledger import Ledger
 from zero.communication.line import Line
 from zero.communication.mesh import Mesh
-from zero.communication.reports import not_everywhere
+from zero.communication.reports import Issued, not_everywhere
 from zero.errors import CommunicationError, RankMismatchError
 from zero.observe.observation import Observation
 from zero.warning import warn

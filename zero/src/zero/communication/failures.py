@@ -3,69 +3,32 @@
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import NoReturn
 
 from torch.distributed import get_process_group_ranks
 
 from accelz import CollectiveError, Group
-from zero.communication.reports import Failure, Reports
+from zero.communication.reports import Failure, Issued, Reports
 from zero.communication.waits import Waits
 from zero.errors import CommunicationError, RankMismatchError
-from zero.observe.flight_file import Collective
-from zero.observe.flight_recorder import FlightRecorder, Line, described
-
-
-@dataclass(slots=True, eq=False)
-class Issued:
-    """A collective, or an exchange in host memory. number: from 1. began: on the monotonic clock. at: the
-    program's line, where a flight recorder wants it. For the rest see `Collective`."""
-
-    number: int
-    text: str
-    op: str
-    unit: str
-    nbytes: int
-    at: Line | None = None
-    state: str = "beginning"
-    began: float = field(default_factory=time.monotonic)
-
-    def described(self) -> Collective:
-        at = described(self.at) if self.at else ""
-        seconds = time.monotonic() - self.began
-        return Collective(self.number, self.text, self.op, self.unit, self.nbytes, self.state, seconds, at)
-
-
-class Recent:
-    """The last of what was issued. Iteration gives numbers and texts."""
-
-    def __init__(self, length: int) -> None:
-        self.entries: deque[Issued] = deque(maxlen=length)
-
-    def __iter__(self) -> Iterator[tuple[int, str]]:
-        return ((each.number, each.text) for each in tuple(self.entries))  # others may append meanwhile
-
-    def described(self) -> list[Collective]:
-        return [each.described() for each in tuple(self.entries)]
+from zero.observe.flight_recorder import FlightRecorder
 
 
 class Failures:
     """Failures of collectives that were issued in one line. reports: what the ranks tell each other about it.
 
-    log: number and text of the last. several: whether there are several engines in it. first: what failed
-    first; "" while nothing has. Nothing can be exchanged after that. notes: of what has happened on this
-    rank, perhaps on it alone, for errors to tell. recorder: told of failures.
+    several: whether there are several engines in it. first: what failed first; "" while nothing has. Nothing
+    can be exchanged after that. notes: of what has happened on this rank, perhaps on it alone, for errors to
+    tell. recorder: told of failures.
     """
 
-    def __init__(self, reports: Reports, log: Iterable[tuple[int, str]], waits: Waits, several: bool) -> None:
+    def __init__(self, reports: Reports, waits: Waits, several: bool) -> None:
         self.first = ""
         self.recorder: FlightRecorder | None = None
         self.notes = reports.notes
         self._reports = reports
         self._group = reports.group
-        self._log = log
         self._waits = waits
         self._advice = f"{_ADVICE}. {_ENGINES}" if several else _ADVICE
 
@@ -85,10 +48,9 @@ class Failures:
         self._record(cause)
         self.first = self.first or cause
         failure = Failure(issued.number, issued.text, time.monotonic() - issued.began, cause)
-        log = dict(self._log)
         among = self._among(ranks)
-        reports = self._reports.exchange(log, failure, among)
-        difference = self._reports.difference(log, reports)
+        reports = self._reports.exchange(failure, among)
+        difference = self._reports.difference(reports)
         if difference:
             raise RankMismatchError(f"{difference}. {self._advice}") from error
         silent = [rank for rank in among if rank not in reports]
@@ -138,8 +100,7 @@ class Failures:
 
     def _difference(self) -> str:
         """Say where the ranks' collectives diverge; "" if they agree."""
-        log = dict(self._log)
-        return self._reports.difference(log, self._reports.exchange(log))
+        return self._reports.difference(self._reports.exchange())
 
 
 _WORTHLESS = (

@@ -85,7 +85,7 @@ class JobGroups:
 
     def _issuing(self) -> Issuing:
         alike = self.job.started(self.ranks)
-        return Issuing(self.line.key, alike, tuple(self.line.log.described()))
+        return Issuing(self.line.key, alike, tuple(each.described() for each in tuple(self.line.issued)))
 
     def part(self, parts: Parts) -> Group:
         """This rank's group of those that `parts` divide the job into. All ranks must call this the first

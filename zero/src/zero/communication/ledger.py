@@ -9,9 +9,9 @@ from zlib import crc32
 
 import torch
 
-from zero.communication.failures import Issued
 from zero.communication.job import JobGroups
 from zero.communication.line import Kind, Line
+from zero.communication.reports import Issued
 
 
 @dataclass

@@ -9,12 +9,11 @@ from zlib import crc32
 
 from accelz import Group
 from accelz.ranks.exchange import unused_key
-from zero.communication.failures import Failures, Issued, Recent
-from zero.communication.reports import Reports
+from zero.communication.failures import Failures
+from zero.communication.reports import Issued, Reports
 from zero.communication.waits import Waits
 from zero.observe.flight_recorder import program_line
 
-LOG_LENGTH = 256
 Kind = Literal["reductions", "others", "exchanges"]
 
 
@@ -25,17 +24,17 @@ class Line:
 
     group: all ranks of the job. engine: the number of the newest, from 1. alike: the ranks whose engines must
     issue the same. key: the same on all ranks, and no other line's. name: says for messages which rank one
-    is. count, log: how many entries there were, and the last LOG_LENGTH.
+    is. count, issued: how many entries there were, and the last.
     """
 
     def __init__(self, group: Group, engine: int, alike: Sequence[int], name: Callable[[int], str]) -> None:
         self.key = unused_key(group, "zero/line")
         self.engine = engine
         self.count = 0
-        self.log = Recent(LOG_LENGTH)
         reports = Reports(group, self.key, alike, name)
-        self.waits = Waits(reports, self.log)
-        self.failures = Failures(reports, self.log, self.waits, several=engine > 1)
+        self.issued = reports.issued
+        self.waits = Waits(reports)
+        self.failures = Failures(reports, self.waits, several=engine > 1)
         # The engine that issued last, and a hash of all turns; by kind, since a graph that is partly on the
         # host may run reductions or others sooner.
         self._turns: dict[Kind, tuple[int, int]] = dict.fromkeys(get_args(Kind), (0, 0))
@@ -48,7 +47,7 @@ class Line:
         self.count += 1
         at = None if self.failures.recorder is None else program_line(sys._getframe(1))
         issued = Issued(self.count, text, op, unit, nbytes, at)
-        self.log.entries.append(issued)
+        self.issued.append(issued)
         return issued
 
     @property

@@ -9,17 +9,42 @@ from __future__ import annotations
 
 import json
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 from accelz import Group
 from accelz.ranks.bounded_store import BoundedStore, HostSilentError
+from zero.observe.flight_file import Collective
+from zero.observe.flight_recorder import Line, described
 
 SECONDS = 5.0  # how long a rank waits for the others' reports, or for the store itself
+
+LOG_LENGTH = 256  # collectives that a rank can tell of
 
 Log = Mapping[int, str]  # a rank's last collectives, by number
 Notes = Mapping[str, str]
 """What has happened on a rank, perhaps on it alone, for the whole job to be told; by what it is about."""
+
+
+@dataclass(slots=True, eq=False)
+class Issued:
+    """A collective, or an exchange in host memory. number: from 1. began: on the monotonic clock. at: the
+    program's line, where a flight recorder wants it. For the rest see `Collective`."""
+
+    number: int
+    text: str
+    op: str
+    unit: str
+    nbytes: int
+    at: Line | None = None
+    state: str = "beginning"
+    began: float = field(default_factory=time.monotonic)
+
+    def described(self) -> Collective:
+        at = described(self.at) if self.at else ""
+        seconds = time.monotonic() - self.began
+        return Collective(self.number, self.text, self.op, self.unit, self.nbytes, self.state, seconds, at)
 
 
 @dataclass(frozen=True)
@@ -53,8 +78,8 @@ class Reports:
     """What the ranks of a group tell each other about the line of collectives that they issue.
 
     key: the line's key in the store. alike: the ranks that must issue the same (None: all). name: says for
-    messages which rank one is. notes: of this rank. silence: why there are no reports, where the store's host
-    does not answer.
+    messages which rank one is. issued: by this rank, the last LOG_LENGTH. notes: of this rank. silence: why
+    there are no reports, where the store's host does not answer.
     """
 
     def __init__(
@@ -64,6 +89,7 @@ class Reports:
         self.key = key
         self.alike = range(group.size) if alike is None else alike
         self.name = name
+        self.issued: deque[Issued] = deque(maxlen=LOG_LENGTH)
         self.notes: dict[str, str] = {}
         self.silence = ""
         self._published = False
@@ -73,8 +99,12 @@ class Reports:
         """For what explains a wait and must not become another one."""
         return hurried(self.group)
 
+    def log(self) -> dict[int, str]:
+        """What this rank has issued last, by number."""
+        return {each.number: each.text for each in tuple(self.issued)}  # others may append meanwhile
+
     def exchange(
-        self, log: Log, failure: Failure | None = None, among: Sequence[int] | None = None
+        self, failure: Failure | None = None, among: Sequence[int] | None = None
     ) -> dict[int, Report]:
         """Publish this rank's report if it has not; return the reports of all that answer in time.
 
@@ -84,7 +114,7 @@ class Reports:
         store = self.store
         deadline = time.monotonic() + store.seconds
         try:
-            self._publish(store, log, failure)
+            self._publish(store, failure)
             waiting = set(self.alike if among is None else among)
             while waiting and time.monotonic() < deadline:
                 for rank in sorted(waiting):
@@ -98,14 +128,15 @@ class Reports:
             pass
         return reports
 
-    def difference(self, log: Log, reports: Mapping[int, Report]) -> str:
+    def difference(self, reports: Mapping[int, Report]) -> str:
         """Say where this rank's sequence and another's diverge; "" if they agree as far as both go."""
         logs = {rank: report.log for rank, report in reports.items() if rank in self.alike}
-        found = self.first_difference(log, logs)
+        found = self.first_difference(logs)
         return ". ".join([found, *self._noted(reports)]) if found else ""
 
-    def first_difference(self, log: Log, others: Mapping[int, Log]) -> str:
+    def first_difference(self, others: Mapping[int, Log]) -> str:
         """Say where this rank's sequence and another's diverge; "" if they agree. others: logs by rank."""
+        log = self.log()
         for other, theirs in sorted(others.items()):
             for number, text in theirs.items():
                 if log.get(number, text) != text:
@@ -154,11 +185,11 @@ class Reports:
         parts += self._noted(reports)
         return ". ".join(parts)
 
-    def _publish(self, store: BoundedStore, log: Log, failure: Failure | None) -> None:
+    def _publish(self, store: BoundedStore, failure: Failure | None) -> None:
         if not self._published:
             self._published = True
             turn = store.add(f"{self.key}/reports", 1)
-            report = [turn, list(log.items()), failure and asdict(failure), self.notes]
+            report = [turn, list(self.log().items()), failure and asdict(failure), self.notes]
             store.set(f"{self.key}/{self.group.rank}", json.dumps(report))
             if turn == 1:
                 store.set(f"{self.key}/first", str(self.group.rank))

@@ -51,16 +51,15 @@ _Published = tuple[int, str, Log]  # by a rank: a wait's number; its place, "" o
 
 
 class Waits:
-    """The waits of the engines in one line. reports: what the ranks tell each other about it. log: its last
-    collectives. seconds: of the host, in waits that are over.
+    """The waits of the engines in one line. reports: what the ranks tell each other about it. seconds: of the
+    host, in waits that are over.
     """
 
-    def __init__(self, reports: Reports, log: Iterable[tuple[int, str]]) -> None:
+    def __init__(self, reports: Reports) -> None:
         group, alike = reports.group, reports.alike
         self._reports = reports
         self._group = group
         self._key = f"{reports.key}/waiting"
-        self._log = log
         self._read_from = alike if group.rank == alike[0] else alike[:1]
         self._waits: dict[int, Wait] = {}  # by thread
         self._seen: dict[int, _Published] = {}  # what was last read of other ranks
@@ -149,7 +148,7 @@ class Waits:
             return
         others = self._read(self._read_from)
         logs = {rank: log for rank, (_, _, log) in others.items()}
-        found = self._reports.first_difference(dict(self._log), logs)
+        found = self._reports.first_difference(logs)
         if found or not wait.told:
             self._tell(wait, seconds, found or self._company(wait, others))
         wait.told, wait.explained = True, bool(found)
@@ -173,7 +172,7 @@ class Waits:
         return f"rank {self._reports.name(first)} waits, too" if alone else "all ranks wait"
 
     def _publish(self, number: int, place: str) -> None:
-        said = json.dumps([number, place, list(dict(self._log).items())])
+        said = json.dumps([number, place, list(self._reports.log().items())])
         self._reports.store.set(f"{self._key}/{self._group.rank}", said)
 
     def _read(self, ranks: Iterable[int]) -> dict[int, _Published]:
