@@ -161,6 +161,10 @@ class BoundedStore(Store):
         wait_for(self, [key], self.seconds)
         return self._ask(lambda store: store.get(self._prefix + key))
 
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        """The values of keys that are set, in one call: a job has thousands of ranks, perhaps."""
+        return self._ask(lambda store: store.multi_get([self._prefix + key for key in keys]))
+
     def add(self, key: str, amount: int) -> int:
         return self._ask(lambda store: store.add(self._prefix + key, amount))
 

@@ -54,4 +54,4 @@ class Exchange:
             raise
         self._store.delete_key(f"{self._turn - 1}/rank {self._rank}")  # all ranks have read it
         self._turn += 1
-        return [json.loads(self._store.get(key)) for key in keys]
+        return [json.loads(said) for said in self._store.multi_get(keys)]
