@@ -35,8 +35,8 @@ _TOLD_FROM = 0.1  # share of a model's elements in matrices of unknown use, for 
 
 
 def enabled_dtype(device_type: str) -> torch.dtype | None:
-    """Return the dtype that autocast casts to at this moment; None if it is off."""
-    if torch.is_autocast_enabled(device_type):
+    """Return the dtype that autocast casts to at this moment; None if it is off, or there is none."""
+    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)
     return None
 
