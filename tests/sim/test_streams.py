@@ -195,3 +195,26 @@ def test_norms_of_16_bits_run_late(accelerator: Accelerator) -> None:
     with accelerator.streams.use(accelerator.streams.new()):
         late = gradients()
         assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(late, expected, strict=True))
+
+
+@on_sim
+def test_results_of_one_operation_have_each_its_own_shape(accelerator: Accelerator) -> None:
+    """The device remembers what shapes an operation's results have, for arguments of the same kind."""
+
+    def results() -> list[torch.Tensor]:
+        matrix = torch.arange(12.0).view(3, 4).to("sim")
+        at = torch.tensor([2, 0]).to("sim")
+        made = [matrix[at], matrix[:, at], matrix.t()[at], matrix.sum(0), matrix.sum(1), matrix.sum()]
+        made += [matrix.sum(0, keepdim=True), matrix.sum(0, dtype=torch.float64), matrix.double().sum(0)]
+        made += [torch.cat([matrix, matrix], dim) for dim in (0, 1)]
+        made += [
+            torch.nn.functional.layer_norm(x, x.shape[1:]) for x in (matrix, matrix.t(), matrix.bfloat16())
+        ]
+        return made
+
+    expected = results()
+    with accelerator.streams.use(accelerator.streams.new()):
+        for _ in range(2):
+            for late, prompt in zip(results(), expected, strict=True):
+                assert (late.dtype, late.stride()) == (prompt.dtype, prompt.stride())
+                assert torch.equal(late.cpu(), prompt.cpu())

@@ -8,7 +8,11 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/library.h>
 
+#include <mutex>
 #include <optional>
+#include <sstream>
+#include <string>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -224,8 +228,8 @@ at::Tensor host_dtype(const Call& call, size_t index, const at::Tensor& promised
   return promised.to(dtype);
 }
 
-// Results of the right shape, not filled yet; nullopt if only running the operation can tell the shape.
-std::optional<Stack> promise(const Call& call) {
+// The operation's results on meta tensors; nullopt if only running it can tell their shapes.
+std::optional<Stack> meta_results(const Call& call) {
   Stack results;
   for (const auto& value : call.given) {
     results.push_back(value.isDevice() ? IValue(c10::Device(c10::kMeta))
@@ -240,7 +244,61 @@ std::optional<Stack> promise(const Call& call) {
   for (size_t i = 0; i < results.size(); ++i) {
     if (!results[i].isTensor() && !results[i].isTensorList()) return std::nullopt;
     results[i] = map_tensors(results[i], [&](const at::Tensor& tensor) {
-      return tensor.defined() ? empty_for(host_dtype(call, i, tensor), call.device) : tensor;
+      return tensor.defined() ? host_dtype(call, i, tensor) : tensor;
+    });
+  }
+  return results;
+}
+
+// All that the shapes of the results depend on; nullopt where that may be the value of a number.
+std::optional<std::string> question(const Call& call) {
+  std::ostringstream key;
+  bool numbers = false;
+  key << call.op.schema().operator_name() << at::get_default_dtype();
+  for (const auto& value : call.given) {
+    key << '|';
+    if (!value.isTensor() && !value.isTensorList() && !value.isOptionalTensorList()) {
+      key << value;
+      continue;
+    }
+    if (value.isOptionalTensorList()) {
+      for (const auto& tensor : value.toOptionalTensorVector()) key << (tensor ? '+' : '-');
+    }
+    map_tensors(value, [&](const at::Tensor& tensor) {
+      if (!tensor.defined()) return tensor;
+      numbers = numbers || (!on_device(tensor) && tensor.dim() == 0);
+      key << tensor.sizes() << tensor.strides() << tensor.scalar_type();
+      return tensor;
+    });
+  }
+  return numbers ? std::nullopt : std::optional(key.str());
+}
+
+// The same, asked once: many meta kernels are Python, and take longer than small operations themselves.
+std::optional<Stack> remembered_meta_results(const Call& call) {
+  constexpr size_t kMost = 4096;
+  static std::mutex mutex;
+  static auto& answers = *new std::unordered_map<std::string, std::optional<Stack>>();
+  const auto key = question(call);
+  if (!key) return meta_results(call);
+  {
+    const std::lock_guard lock(mutex);
+    if (const auto found = answers.find(*key); found != answers.end()) return found->second;
+  }
+  auto results = meta_results(call);
+  const std::lock_guard lock(mutex);
+  if (answers.size() >= kMost) answers.clear();
+  answers.emplace(*key, results);
+  return results;
+}
+
+// Results of the right shape, not filled yet; nullopt if only running the operation can tell the shape.
+std::optional<Stack> promise(const Call& call) {
+  auto results = remembered_meta_results(call);
+  if (!results) return std::nullopt;
+  for (auto& result : *results) {
+    result = map_tensors(result, [&](const at::Tensor& tensor) {
+      return tensor.defined() ? empty_for(tensor, call.device) : tensor;
     });
   }
   return results;
