@@ -56,14 +56,6 @@ class _Place(NamedTuple):
         return TorchFile(self.path, {}, self.offset, self.nbytes, most=_MOST_CHUNK_STEPS)
 
 
-class _Chunk(NamedTuple):
-    """A box of a tensor. tensor: the tensor's index."""
-
-    tensor: int
-    box: Box
-    place: _Place
-
-
 def is_dcp(path: Path) -> bool:
     """Whether a path is a directory that torch.distributed.checkpoint has written."""
     return (path / METADATA).is_file()
@@ -82,19 +74,13 @@ class DcpSource(RecordSource):
         self.left_out = tuple(name for name in described if name not in tensors)
         self.tensors = tuple(self._info(name, entry) for name, entry in tensors.items())
         places = self._places_of(metadata["storage_data"])
-        parts: dict[int, list[StoredBox]] = {}
-        by_file: dict[Path, list[_Chunk]] = {}
-        for index, entry in enumerate(tensors.values()):
-            for chunk in self._chunks_of(index, entry, places):
-                by_file.setdefault(chunk.place.path, []).append(chunk)
-        self.add_file(self.path / METADATA, [])
-        for path, chunks in by_file.items():
-            found = [(chunk.tensor, self._part(chunk)) for chunk in chunks if chunk.box.numel]
-            self.add_file(path, [part.key.record for _, part in found])
-            for tensor, part in found:
-                parts.setdefault(tensor, []).append(part)
-        for tensor, several in parts.items():
-            self.place_parts(tensor, several)
+        for path in (self.path / METADATA, *sorted({place.path for place in places.values()})):
+            self.add_file(path, [])
+        for index, (info, entry) in enumerate(zip(self.tensors, tensors.values(), strict=True)):
+            chunks = self._chunks_of(info, entry, places)
+            parts = [self._part(info, box, place) for box, place in chunks if box.numel]
+            self.add_records(part.key for part in parts)
+            self.place_parts(index, parts)
 
     def _metadata(self) -> Mapping[str, Any]:
         path = self.path / METADATA
@@ -136,19 +122,18 @@ class DcpSource(RecordSource):
         return (self.path / file).stat().st_size
 
     def _chunks_of(
-        self, index: int, entry: Mapping[str, Any], places: Mapping[tuple[str, Offsets], _Place]
-    ) -> list[_Chunk]:
+        self, info: TensorInfo, entry: Mapping[str, Any], places: Mapping[tuple[str, Offsets], _Place]
+    ) -> list[tuple[Box, _Place]]:
         """A tensor's chunks. Raises CorruptCheckpointError unless they hold every element exactly once."""
-        info = self.tensors[index]
-        chunks = [self._chunk(index, chunk.state, places) for chunk in entry["chunks"]]
-        if not is_partition((chunk.box for chunk in chunks), info.shape):
+        chunks = [self._chunk(info, chunk.state, places) for chunk in entry["chunks"]]
+        if not is_partition((box for box, _ in chunks), info.shape):
             raise CorruptCheckpointError(f"{self.path}: the chunks of {info.name!r} overlap or leave gaps")
         return chunks
 
     def _chunk(
-        self, index: int, entry: Mapping[str, Any], places: Mapping[tuple[str, Offsets], _Place]
-    ) -> _Chunk:
-        info, box = self.tensors[index], Box(sizes_of(entry["offsets"]), shape_of(entry["sizes"]))
+        self, info: TensorInfo, entry: Mapping[str, Any], places: Mapping[tuple[str, Offsets], _Place]
+    ) -> tuple[Box, _Place]:
+        box = Box(sizes_of(entry["offsets"]), shape_of(entry["sizes"]))
         if (info.name, box.lower) not in places:
             raise CorruptCheckpointError(f"{self.path}: the chunk of {info.name!r} at {box.lower} is missing")
         place = places[info.name, box.lower]
@@ -157,17 +142,17 @@ class DcpSource(RecordSource):
             raise CorruptCheckpointError(
                 f"{self.path}: the chunk of {info.name!r} at {box.lower} does not fit"
             )
-        return _Chunk(index, box, place)
+        return box, place
 
-    def _part(self, chunk: _Chunk) -> StoredBox:
+    def _part(self, info: TensorInfo, box: Box, place: _Place) -> StoredBox:
         """Where a chunk's values are in its file."""
-        file, info = chunk.place.open(), self.tensors[chunk.tensor]
+        file = place.open()
         values = file.content
-        same = isinstance(values, StoredTensor) and values.shape == chunk.box.sizes
+        same = isinstance(values, StoredTensor) and values.shape == box.sizes
         if not same or values.dtype != info.dtype:
             raise CorruptCheckpointError(f"{file.path}: the chunk of {info.name!r} does not match {METADATA}")
         record, offset = file.locate(values)
-        return StoredBox(chunk.box, values.stride, Key(file.path, record), offset)
+        return StoredBox(box, values.stride, Key(file.path, record), offset)
 
 
 def _check_apart(places: Iterable[_Place]) -> None:

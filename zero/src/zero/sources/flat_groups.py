@@ -56,7 +56,11 @@ def stage2(
             numel = math.prod(shape)
             if position + numel > ends[-1]:
                 raise CorruptCheckpointError(f"the masters of group {number} end within {name!r}")
-            yield name, list(_cut(position, numel, ends, number))
+            stretches = _cut(position, numel, ends)
+            yield (
+                name,
+                [GroupStretch(at, rank, number, first, length) for at, rank, first, length in stretches],
+            )
             position += numel + gap
         _check_rest(number, position, ends[-1], 2 * len(sizes))
 
@@ -67,14 +71,15 @@ def _check_rest(group: int, used: int, there: int, alignment: int) -> None:
         raise CorruptCheckpointError(f"group {group} has {there} masters, and its parameters need {used}")
 
 
-def _cut(position: int, numel: int, ends: Sequence[int], group: int) -> Iterator[GroupStretch]:
-    """Where `numel` elements of a group from `position` on lie. ends: where each rank's partition ends."""
+def _cut(position: int, numel: int, ends: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
+    """Where `numel` elements from `position` on lie in parts, one after another, that end at `ends`: of each
+    stretch the first element, counted from `position`, its part, the first element there, and its length."""
     start = 0
     while start < numel:
-        rank = bisect_right(ends, position + start)
-        begin = ends[rank - 1] if rank else 0
-        length = min(numel - start, ends[rank] - position - start)
-        yield GroupStretch(start, rank, group, position + start - begin, length)
+        part = bisect_right(ends, position + start)
+        begin = ends[part - 1] if part else 0
+        length = min(numel - start, ends[part] - position - start)
+        yield start, part, position + start - begin, length
         start += length
 
 
@@ -95,18 +100,14 @@ def stage3(
         share = -(-numel // ranks)
         if position + share > ends[-1]:
             raise CorruptCheckpointError(f"the masters end within {name!r}")
-        yield name, list(_shares(position, numel, share, ranks, ends))
+        yield (
+            name,
+            [
+                GroupStretch(rank * share + at, rank, group, first, length)
+                for rank in range(ranks)
+                for at, group, first, length in _cut(position, min(share, numel - rank * share), ends)
+            ],
+        )
         position += share
     if position != ends[-1]:
         raise CorruptCheckpointError(f"each rank has {ends[-1]} masters, and its parameters need {position}")
-
-
-def _shares(position: int, numel: int, share: int, ranks: int, ends: Sequence[int]) -> Iterator[GroupStretch]:
-    for rank in range(ranks):
-        start, stop = rank * share, min(numel, (rank + 1) * share)
-        while start < stop:
-            at = position + start - rank * share
-            group = bisect_right(ends, at)
-            length = min(stop - start, ends[group] - at)
-            yield GroupStretch(start, rank, group, at - (ends[group - 1] if group else 0), length)
-            start += length

@@ -109,7 +109,10 @@ class RecordSource(Source):
         """Open a file of the source, to read its records."""
         with typed(path):
             self._open[path] = DISK.open(path, direct=True)
-        self._records.update({Key(path, record): None for record in records})
+        self.add_records(Key(path, record) for record in records)
+
+    def add_records(self, keys: Iterable[Key]) -> None:
+        self._records.update(dict.fromkeys(keys))
 
     def place_stretch(
         self, tensor: int, path: Path, record: FileRecord, start: int, length: int, offset: int = 0
