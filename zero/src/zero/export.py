@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from glob import escape
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ from zero.consolidate.run import translated
 from zero.consolidate.workers import Buffers, chunk_bytes
 from zero.errors import UsageError, some
 from zero.files.dtypes import name_of
-from zero.files.storage import Storage, write_whole
+from zero.files.storage import Storage
 from zero.loading.together import Together
 from zero.sharding.distributed import is_distributed
 from zero.sharding.flat_group import FlatGroup
@@ -91,7 +91,7 @@ def save(
     _publish(_Weights(model, full, request), full, request)
 
 
-class _Content(Protocol):
+class _Content:
     """What a folder is to hold; all but `gather` is called on the first rank only."""
 
     def begin(self, folder: Path) -> None:
@@ -160,7 +160,7 @@ def _check_plain(model: nn.Module, full: FullParameters) -> None:
 _OTHERWISE = "Save it by engine.save_checkpoint(folder); `zero consolidate` writes the weights of that"
 
 
-class _Weights:
+class _Weights(_Content):
     """All of a model, in the layout of transformers."""
 
     def __init__(self, model: nn.Module, full: FullParameters, request: Request) -> None:
@@ -195,10 +195,7 @@ class _Weights:
         self._places = {info.name: index for index, info in enumerate(tensors)}
         self._buffer = Buffers(chunk_bytes(DEFAULT_MEMORY, 1))
         with translated(self._request.path, sum(file.nbytes for file in plan.files)):
-            storage = self._request.storage
-            self._output = Output(storage, folder, plan, Converter(plan, tensors))
-            for name, content in plan.others.items():
-                write_whole(storage, folder / name, content)
+            self._output = Output(self._request.storage, folder, plan, Converter(plan, tensors))
 
     def gather(self) -> None:
         with self._full.communicator.together():
@@ -270,17 +267,17 @@ class _Weights:
             yield TensorInfo(name, tuple(value.shape), dtype, dtype, "parameter", aliases.get(name, ()))
 
 
-class _Adapters:
-    """What PEFT has added to a model. state(): its values on the first rank; None where they are gathered."""
+class _Adapters(_Content):
+    """What PEFT has added to a model; it makes its files at the end.
+
+    state(): its values on the first rank; None where they are gathered.
+    """
 
     def __init__(self, model: Any, request: Request, state: Callable[[], dict[str, Any]] | None) -> None:
         self._model = model
         self._request = request
         self._state = state
         self._found: dict[str, Any] | None = None
-
-    def begin(self, folder: Path) -> None:
-        """PEFT makes its files at the end."""
 
     def gather(self) -> None:
         if self._state is not None:
@@ -292,9 +289,6 @@ class _Adapters:
 
     def complete(self, folder: Path) -> None:
         self._model.save_pretrained(folder, state_dict=self._found)
-
-    def close(self) -> None:
-        """PEFT leaves no file open."""
 
 
 # -- what transformers and PEFT say of a model ------------------------------------------------------------

@@ -15,7 +15,7 @@ from zero.consolidate.plan import Chosen, OutputPlan, PlannedFile
 from zero.consolidate.workers import Buffers
 from zero.errors import CheckpointError
 from zero.files.manifest import ITEM_BYTES
-from zero.files.storage import PAGE, File, Storage
+from zero.files.storage import PAGE, File, Storage, write_whole
 from zero.files.stream import empty_aligned, view_of
 from zero.sources.source import Chunk, TensorInfo
 
@@ -146,6 +146,10 @@ class Output:
             for file in plan.files:
                 if not storage.exists(directory / file.name):
                     self._create(file)
+            for name, content in plan.others.items():
+                storage.make_directories((directory / name).parent)
+                storage.remove(directory / name)
+                write_whole(storage, directory / name, content)
         except BaseException:
             self.close()
             raise
@@ -168,7 +172,7 @@ class Output:
 
     def _create(self, file: PlannedFile) -> None:
         part = self._directory / (file.name + UNFINISHED)
-        self._make_parents(part.parent)
+        self._storage.make_directories(part.parent)
         self._storage.remove(part)
         opened = self._files[file.name] = PlacedFile(self._storage, part, file.nbytes)
         for offset, content in file.fixed:
@@ -176,11 +180,6 @@ class Output:
         self._left[file.name] = file.payload
         self.pending.update(chosen.tensor for chosen in file.tensors)
         self._count(file, 0)
-
-    def _make_parents(self, path: Path) -> None:
-        if path != self._directory and not self._storage.exists(path):
-            self._make_parents(path.parent)
-            self._storage.make_directory(path)
 
     def _count(self, file: PlannedFile, nbytes: int) -> None:
         """Count bytes that were written to a file, and with the last ones sync it and give it its name."""

@@ -60,7 +60,7 @@ class Staging:
     def begin(self, plan: bytes) -> None:
         """Make the directory, or continue with that of a killed run that had the same plan."""
         storage = self._storage
-        self._made = _make(storage, self.out.parent)
+        self._made = storage.make_directories(self.out.parent)
         self._check_free()
         if storage.exists(self.path):
             self._claim()
@@ -130,14 +130,14 @@ class Staging:
 
         def move(files: Iterable[Path], source: Path, target: Path) -> None:
             for file in files:
-                made.extend(_make(storage, (target / file).parent))
+                made.extend(storage.make_directories((target / file).parent))
                 storage.rename(source / file, target / file)
                 moved.append((source / file, target / file))
             for folder in {path.parent for pair in moved for path in pair}:
                 storage.sync_directory(folder)
 
         try:
-            made.extend(path for folder in (out, old) for path in _make(storage, folder))
+            made.extend(path for folder in (out, old) for path in storage.make_directories(folder))
             move(sorted(self._replaced(new), key=_is_entry, reverse=True), out, old)
             move([file for file in new if not _is_entry(file)], self.path, out)
             move(filter(_is_entry, new), self.path, out)
@@ -228,16 +228,8 @@ def _files(storage: Storage, folder: Path, below: Path = Path()) -> Iterator[Pat
             yield below / name
 
 
-def _make(storage: Storage, folder: Path) -> list[Path]:
-    """Make a directory and those above it. Returns what was not there, the topmost first."""
-    missing = [each for each in (folder, *folder.parents) if not storage.exists(each)][::-1]
-    for each in missing:
-        storage.make_directory(each)
-    return missing
-
-
 def _unmake(storage: Storage, made: list[Path]) -> None:
-    """Remove directories that _make() has made, if they are empty."""
+    """Remove directories that were made, if they are empty."""
     for each in reversed(made):
         if not storage.names(each):
             storage.remove(each)

@@ -21,7 +21,7 @@ from zero.consolidate.publish import Staging
 from zero.consolidate.workers import Buffers, chunk_bytes, default_workers, run
 from zero.errors import CheckpointError
 from zero.files.boundary import typed
-from zero.files.storage import DISK, Storage, write_whole
+from zero.files.storage import DISK, Storage
 from zero.sources.source import Chunk, Source
 
 OnProgress = Callable[[str, int, int], None]
@@ -225,9 +225,6 @@ class _Job:
             self._pass("writing", read, pending, output.write)
             with typed(self.source.path):
                 self.source.finish()
-        for name, content in self.plan.others.items():
-            self.storage.remove(directory / name)
-            write_whole(self.storage, directory / name, content)
 
     def compare(self, directory: Path) -> None:
         """Compare everything that was written, read from the disk, with the source."""

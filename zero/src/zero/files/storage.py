@@ -184,6 +184,13 @@ class Storage:
         """Create a directory. The path must not exist, and its parent must."""
         path.mkdir()
 
+    def make_directories(self, path: Path) -> list[Path]:
+        """Create a directory and those above it. Returns those that were not there, the topmost first."""
+        missing = [each for each in (path, *path.parents) if not self.exists(each)][::-1]
+        for each in missing:
+            self.make_directory(each)
+        return missing
+
     def rename(self, old: Path, new: Path) -> None:
         """Rename atomically. An empty directory or a file at `new` is replaced.
 
