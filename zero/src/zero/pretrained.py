@@ -111,10 +111,8 @@ def fill(model: nn.Module, request: Request) -> None:
             if deferred_init.is_deferred(parameter):
                 deferred_init.promise(parameter, Promise(weights, keys[name]))
             else:
-                region = region_of(parameter)
-                values = reader.whole(keys[name]) if region is None else reader.part(keys[name], region)
                 with torch.no_grad():
-                    local_of(parameter).copy_(values)
+                    local_of(parameter).copy_(reader.whole(keys[name], region_of(parameter)))
 
 
 def keep_promises(units: Sequence[ShardedUnit], communicator: Communicator) -> None:

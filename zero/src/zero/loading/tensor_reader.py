@@ -3,6 +3,7 @@ another memory order."""
 
 from __future__ import annotations
 
+import math
 from typing import Any, Protocol
 
 import torch
@@ -84,19 +85,13 @@ class TensorReader:
             whole = region or Region.whole(entry.shape)
             read_region(self._tensors.read, blocks, whole, stride, entry.item_bytes, start, into)
 
-    def part(self, key: str, region: Region) -> Tensor:
-        """What a region has of a tensor, on the host, in its shape."""
+    def whole(self, key: str, region: Region | None = None) -> Tensor:
+        """A whole tensor, or what a region has of it, on the host, in its shape."""
         entry = self._tensors.tensor(key)
-        values = torch.empty(region.shape, dtype=TORCH[entry.dtype], device=HOST)
-        self._read(key, entry, 0, None, region, bytes_of(values.view(-1)))
-        return values
-
-    def whole(self, key: str) -> Tensor:
-        """A whole tensor, on the host, in its shape."""
-        entry = self._tensors.tensor(key)
-        flat = torch.empty(entry.numel, dtype=TORCH[entry.dtype], device=HOST)
-        self._read(key, entry, 0, entry.stride, None, bytes_of(flat))
-        return flat.view(entry.shape) if entry.stride is None else flat.as_strided(entry.shape, entry.stride)
+        shape, stride = (entry.shape, entry.stride) if region is None else (region.shape, None)
+        flat = torch.empty(math.prod(shape), dtype=TORCH[entry.dtype], device=HOST)
+        self._read(key, entry, 0, stride, region, bytes_of(flat))
+        return flat.view(shape) if stride is None else flat.as_strided(shape, stride)
 
     def shape(self, key: str) -> tuple[int, ...]:
         """The shape of a stored tensor."""

@@ -26,18 +26,14 @@ def open_source(path: str | Path) -> Source:
     """
     path = as_path(path)
     with typed(path):
-        return _opened(path)
-
-
-def _opened(path: Path) -> Source:
-    if (sharded := find_sharded(path)) is not None:
-        return ShardedSource(sharded)
-    if (universal := find_universal(path)) is not None:
-        return UniversalSource(universal)
-    if is_dcp(path):
-        return DcpSource(path)
-    if is_safetensors(path):
-        return SafetensorsSource(path)
-    if is_torch(path):
-        return TorchSource(path)
-    return ZeroSource(path)
+        if (sharded := find_sharded(path)) is not None:
+            return ShardedSource(sharded)
+        if (universal := find_universal(path)) is not None:
+            return UniversalSource(universal)
+        if is_dcp(path):
+            return DcpSource(path)
+        if is_safetensors(path):
+            return SafetensorsSource(path)
+        if is_torch(path):
+            return TorchSource(path)
+        return ZeroSource(path)

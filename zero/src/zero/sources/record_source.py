@@ -22,7 +22,7 @@ from zero.sources.source import Chunk, Fragment, Source, assembled
 from zero.sources.torch_file import TorchFile
 from zero.sources.zip_directory import FileRecord
 
-_MOST_STRETCHES = 16
+_MOST_STRETCHES = 16  # of a box of a tensor, so that listing them takes little
 
 
 class Place(NamedTuple):
@@ -152,7 +152,8 @@ class RecordSource(Source):
     def place_parts(self, tensor: int, parts: Sequence[StoredBox]) -> None:
         """Register that a tensor consists of parts, which together are all of it."""
         shape = self.tensors[tensor].shape
-        if not all(is_row_major(p.box.sizes, p.stride) and _is_short(p.box, shape) for p in parts):
+        few = all(count_stretches(part.box, shape) <= _MOST_STRETCHES for part in parts)
+        if not few or not all(is_row_major(part.box.sizes, part.stride) for part in parts):
             self._assemble(tensor, parts)
             return
         for part in parts:
@@ -253,8 +254,3 @@ class RecordSource(Source):
         if not held:
             return "no weights"
         return some([repr(name) for name in held], 4)
-
-
-def _is_short(box: Box, shape: tuple[int, ...]) -> bool:
-    """Whether a box is a few stretches of its tensor, so that listing them takes little."""
-    return count_stretches(box, shape) <= _MOST_STRETCHES

@@ -106,10 +106,7 @@ class ZeroSource(Source):
             count = min(step, size - first)
             start = piece.start + first // item
             pieces = () if index is None else (Fragment(index, start, count // item, 0),)
-            yield Chunk(count, partial(self._read, key, start, count), pieces)
-
-    def _read(self, key: str, start: int, nbytes: int, pages: memoryview) -> memoryview:
-        return self.checkpoint.read_around(key, start, nbytes, pages)
+            yield Chunk(count, partial(self.checkpoint.read_around, key, start, count), pieces)
 
 
 def _infos(manifest: Manifest, optimizer: bool) -> Iterator[tuple[str, TensorInfo]]:

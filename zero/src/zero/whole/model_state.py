@@ -160,14 +160,12 @@ def _misfits(
 
 
 def _fits(value: Any, of: nn.Parameter | None) -> bool:
-    """of: the DTensor whose values they are to be, which may be given as one that is laid out alike."""
-    if of is None or not is_distributed(value):
-        return _is_whole_tensor(value)
-    return bool(value.placements == cast(Any, of).placements)
+    """Whether a value is a dense tensor with all its values: not on the meta device, and no DTensor.
 
-
-def _is_whole_tensor(value: Any) -> bool:
-    """Return whether `value` is a dense tensor with values: not on the meta device, and no DTensor."""
+    of: the DTensor whose values they are to be, which may be given as one that is laid out alike.
+    """
+    if of is not None and is_distributed(value):
+        return bool(value.placements == cast(Any, of).placements)
     dense = isinstance(value, Tensor) and value.layout is torch.strided and not value.is_meta
     return dense and not hasattr(value, "full_tensor")
 
