@@ -6,28 +6,28 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import nn
 
+from accelz import dense_stride
 from zero.communication.communicator import Communicator
 from zero.communication.quantised import block_of
 from zero.config.training import Config, dtype_named
 from zero.drafts.preparation import Prepared
 from zero.gradients.group_gradients import GradientPolicy
 from zero.optimizer.stepping import Stepping, of_unknown, stepping_ranks
-from zero.sharding import layout
 from zero.sharding.distributed import local_of
 from zero.sharding.gather_format import GatherOptions
-from zero.sharding.layout import ParameterSpec
+from zero.sharding.layout import FlatLayout, ParameterSpec
+from zero.sharding.layout import plan as lay_out
 from zero.sharding.own_codes import code_dtype
 from zero.sharding.units import UnitPlan
 from zero.tiers.placement import Placement, PlacementRequest, Placer
 from zero.tiers.stores import Stores
 from zero.tiers.swap_file import PAGE
 from zero.tiers.tier import Tier
-from zero.tiers.values import at_least_fp32, longest_block
+from zero.tiers.values import Column, at_least_fp32, longest_block
 from zero.warning import warn
 
 Named = tuple[str, nn.Parameter]
@@ -45,6 +45,12 @@ class GroupKind:
     stepping: Stepping
     apart: frozenset[str]
 
+    @property
+    def moments(self) -> tuple[Column, ...]:
+        """What a kernel keeps beside a master."""
+        rule = self.stepping.rule
+        return () if rule is None else rule.columns(at_least_fp32(self.dtype))
+
 
 @dataclass(frozen=True)
 class GroupDraft:
@@ -54,7 +60,7 @@ class GroupDraft:
     named: tuple[Named, ...]
     kind: GroupKind
     shared_by: int
-    shard_numel: int
+    layout: FlatLayout
     placement: Placement
     stepped_by: tuple[int, ...] | None
 
@@ -102,17 +108,29 @@ def draft_units(
         (kind.stepping, shards(kind), [p for _, p in named]) for kind, named, _ in kinds
     )
     policy = GradientPolicy.of(config, sharing(frozenset()))
-    beside = partial(_state_beside, stepped_by, moments)
-    requests = [_request(kind, named, whole, shards(kind), policy, beside) for kind, named, whole in kinds]
-    placed = zip(requests, placer.place(requests), strict=True)  # in the order of units and groups
+    layouts = [_layout_of(kind, named, shards(kind)) for kind, named, _ in kinds]
+    requests = [
+        PlacementRequest(
+            layout.shard_numel,
+            kind.dtype.itemsize,
+            policy.slice_dtype(kind.dtype).itemsize,
+            kind.trainable,
+            whole,
+            moments=kind.moments,
+            divisible=kind.stepping.rule is not None,
+            beside=_state_beside(kind, named, layout, stepped_by, moments),
+        )
+        for (kind, named, whole), layout in zip(kinds, layouts, strict=True)
+    ]
+    placed = zip(layouts, placer.place(requests), strict=True)  # in the order of units and groups
     drafts = []
     for (plan, whole), groups in zip(units, parted, strict=True):
         drafted = []
         for kind, named in groups.items():
-            request, placement = next(placed)
+            layout, placement = next(placed)
             ranks = tuple(stepped_by[p] for _, p in named if p in stepped_by) or None
             shared_by = sharing(kind.apart)
-            drafted.append(GroupDraft(tuple(named), kind, shared_by, request.shard_numel, placement, ranks))
+            drafted.append(GroupDraft(tuple(named), kind, shared_by, layout, placement, ranks))
         drafts.append(UnitDraft(plan, whole, tuple(drafted)))
     return drafts
 
@@ -129,7 +147,9 @@ def reserve_disk(
     nbytes = Counter[Tier]()
     for group in (group for draft in drafts for group in draft.groups):
         dtype = group.kind.dtype
-        nbytes += stores.disk_bytes(group.shard_numel, dtype, group.placement, policy.place_dtype(dtype))
+        nbytes += stores.disk_bytes(
+            group.layout.shard_numel, dtype, group.placement, policy.place_dtype(dtype)
+        )
     if nbytes:
         through_cache = False
         with communicator.postponing_disk_errors():
@@ -148,39 +168,19 @@ def _target_dtype(parameter: nn.Parameter, config: Config, exact: Collection[nn.
     return dtype if dtype and parameter.is_floating_point() and parameter not in exact else parameter.dtype
 
 
-def _request(
-    kind: GroupKind,
-    named: Sequence[Named],
-    resident: bool,
-    shards: int,
-    policy: GradientPolicy,
-    state_beside: Callable[[GroupKind, Sequence[Named], int, int], tuple[int, ...]],
-) -> PlacementRequest:
+def _layout_of(kind: GroupKind, named: Sequence[Named], shards: int) -> FlatLayout:
     local = [(name, local_of(parameter)) for name, parameter in named]
-    specs = [ParameterSpec(name, tuple(p.shape), p.stride(), p.numel()) for name, p in local]
-    item, rule = kind.dtype.itemsize, kind.stepping.rule
-    moments = () if rule is None else rule.columns(at_least_fp32(kind.dtype))
-    block = max(block_of(kind.gather_options.quant_dtype), longest_block(moments))
-    numel = layout.plan(specs, shards, item, block).shard_numel
-    return PlacementRequest(
-        numel,
-        item,
-        policy.slice_dtype(kind.dtype).itemsize,
-        kind.trainable,
-        resident,
-        moments=moments,
-        divisible=rule is not None,
-        beside=state_beside(kind, named, numel, shards),
-    )
+    specs = [ParameterSpec(name, tuple(p.shape), dense_stride(p), p.numel()) for name, p in local]
+    block = max(block_of(kind.gather_options.quant_dtype), longest_block(kind.moments))
+    return lay_out(specs, shards, kind.dtype.itemsize, block)
 
 
 def _state_beside(
-    stepped_by: Mapping[nn.Parameter, int],
-    moments: Mapping[nn.Parameter, float],
     kind: GroupKind,
     named: Sequence[Named],
-    shard_numel: int,
-    shards: int,
+    layout: FlatLayout,
+    stepped_by: Mapping[nn.Parameter, int],
+    moments: Mapping[nn.Parameter, float],
 ) -> tuple[int, ...]:
     """The bytes of state that each rank keeps for a group that the user's optimizer steps itself; empty if
     none, or if `moments` is empty.
@@ -189,10 +189,10 @@ def _state_beside(
     """
     if kind.stepping.rule is not None or not kind.trainable or not moments:
         return ()
-    wide = max(kind.dtype.itemsize, 4)
+    wide, shards = max(kind.dtype.itemsize, 4), layout.shards
     kept = {parameter: moments.get(parameter, 0) for _, parameter in named}
     if not kind.stepping.whole and shards > 1:
-        return (shard_numel * math.ceil(max(kept.values())) * wide,) * shards
+        return (layout.shard_numel * math.ceil(max(kept.values())) * wide,) * shards
     found = Counter[int]()
     for parameter, values in kept.items():
         elements = (parameter if kind.stepping.across else local_of(parameter)).numel()

@@ -48,7 +48,7 @@ from zero.tiers.weight_writer import WeightWriter
 class ShardedOptimizer:
     """Steps the masters of all trainable groups and refreshes the 16-bit shards.
 
-    stepping: how each group is stepped.
+    stepping: how each trainable group is stepped.
     tracer: told when a kernel has stepped a sub-group; see also `SelfStepping`.
     subs_of, subs: the sub-groups, by group, and all in order. installed: what the optimizer has of them.
     self_stepping: steps those that no kernel does. record_streamer: brings records to the device for theirs.
@@ -59,7 +59,6 @@ class ShardedOptimizer:
     def __init__(
         self,
         optimizer: Optimizer,
-        groups: Sequence[FlatGroup],
         param_group_of: dict[nn.Parameter, int],
         stores: Stores,
         communicator: Communicator,
@@ -74,11 +73,11 @@ class ShardedOptimizer:
         unserved = [each for each in members(optimizer) if rule_for(each) is None]
         self.self_stepping = SelfStepping(unserved, stores, communicator, tracer)
         self.subs_of = {
-            group: stepped_sub_groups(group, param_group_of, stepping[group], communicator)
-            for group in groups
+            group: stepped_sub_groups(group, param_group_of, way, communicator)
+            for group, way in stepping.items()
         }
         self.subs = [stepped for subs in self.subs_of.values() for stepped in subs]
-        rules = [(p, stepping[group].rule) for group in groups for p in group.parameters]
+        rules = [(p, way.rule) for group, way in stepping.items() for p in group.parameters]
         self._rules = {
             param_group_of[p]: rule for p, rule in rules if rule is not None and p in param_group_of
         }

@@ -44,11 +44,11 @@ def described(value: Tensor, what: str) -> dict[str, Any]:
     its module, and for a context of other things than numbers, strings, dtypes, and lists, tuples and dicts
     of them.
     """
-    names, context = value.__tensor_flatten__()  # type: ignore[attr-defined]
+    _, context = value.__tensor_flatten__()  # type: ignore[attr-defined]
     path = f"{type(value).__module__}.{type(value).__qualname__}"
     if getattr(sys.modules.get(type(value).__module__), type(value).__qualname__, None) is not type(value):
         raise UsageError(f"{what} is of the class {path}, which is not found under that name")
-    inside = {name: getattr(value, name) for name in sorted(names)}
+    inside = inner_tensors(value)
     for name, inner in inside.items():
         if is_wrapper(inner):
             raise UsageError(f"{what} wraps a {type(inner).__name__} as {name!r}, which wraps others itself")

@@ -250,8 +250,8 @@ class UnitPlanner:
         stored = draft.placement.gradients.stored
         tied = order.largest_tied(parameters)
         return PlannedGroup(
-            numel=draft.shard_numel * self._shards(draft),
-            shard_numel=draft.shard_numel,
+            numel=draft.layout.numel,
+            shard_numel=draft.layout.shard_numel,
             ranks=draft.shared_by,
             dtype=kind.dtype,
             given=given if kind.trainable and given.itemsize > kind.dtype.itemsize else kind.dtype,
@@ -287,7 +287,7 @@ class UnitPlanner:
         ]
         if self._shards(draft) > 1:
             return max(each for _, each in kept)
-        return sum(numel * each for numel, each in kept) / max(draft.shard_numel, 1)
+        return sum(numel * each for numel, each in kept) / max(draft.layout.shard_numel, 1)
 
     def _shards(self, draft: GroupDraft) -> int:
         """Slices that a buffer is cut in."""

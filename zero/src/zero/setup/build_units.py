@@ -121,7 +121,7 @@ def _build_unit(index: int, draft: UnitDraft, site: Site, initial_values: Initia
                 g.named,
                 g.kind.dtype,
                 site.meshes.of(g.kind.apart),
-                site.config.stage == 0,
+                g.layout,
                 g.kind.gather_options,
             )
             for g in draft.groups

@@ -24,16 +24,15 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from accelz import Accelerator, FlatBuffer, dense_stride
+from accelz import Accelerator, FlatBuffer
 from zero.communication.communicator import Communicator, NamedHandle
 from zero.communication.job import explained
 from zero.communication.mesh import Mesh
-from zero.communication.quantised import Quantised, Sent, block_of
-from zero.sharding import layout
+from zero.communication.quantised import Quantised, Sent
 from zero.sharding.binding import Binding
 from zero.sharding.distributed import follow_local, local_of
 from zero.sharding.gather_format import EXACT, GatherFormat, GatherOptions
-from zero.sharding.layout import ParameterSpec
+from zero.sharding.layout import FlatLayout
 from zero.sharding.own_codes import OwnCodes
 from zero.sharding.shard_source import ShardSource
 from zero.sharding.sub_group import SubGroup, sub_groups
@@ -44,7 +43,7 @@ from zero.tiers.room import allocate, room_for
 from zero.tiers.stores import Stores
 from zero.tiers.swap_file import Section
 from zero.tiers.tier import Record
-from zero.tiers.values import Stored, Values, at_least_fp32, joined, lasting, longest_block
+from zero.tiers.values import Stored, Values, at_least_fp32, joined, lasting
 
 Pending = NamedHandle | SideStreamWork
 """A transfer under way to or from a buffer."""
@@ -55,7 +54,7 @@ class FlatGroup:
 
     unit: the unit's name. local: the tensors that have the parameters' values on this rank, see
     `distributed`. Parameters keep their identity and are cast to `dtype`. mesh: the ranks that it is
-    spread over. replicated: each of them has all of it as its one slice. placement: where its state goes.
+    spread over; each of them has all of it if the layout has one slice. placement: where its state goes.
     gather_options: what the values may be converted to on their way.
     """
 
@@ -67,7 +66,7 @@ class FlatGroup:
         named: Sequence[tuple[str, nn.Parameter]],
         dtype: torch.dtype,
         mesh: Mesh,
-        replicated: bool,
+        layout: FlatLayout,
         gather_options: GatherOptions,
     ) -> None:
         self.unit = unit
@@ -76,14 +75,9 @@ class FlatGroup:
         self.dtype = dtype
         self.trainable = self.parameters[0].requires_grad
         self.mesh = mesh
-        shards, shard = (1, 0) if replicated else (mesh.shards.size, mesh.shards.rank)
+        self.layout = layout
         local = self.local = tuple(map(local_of, self.parameters))
-        specs = [
-            ParameterSpec(name, tuple(p.shape), dense_stride(p), p.numel())
-            for name, p in zip(self.names, local, strict=True)
-        ]
-        block = max(block_of(gather_options.quant_dtype), longest_block(placement.moments))
-        self.layout = layout.plan(specs, shards, dtype.itemsize, block)
+        shard = mesh.shards.rank if layout.shards > 1 else 0
         self.window = self.layout.shard_slice(shard)
         self.pieces = self.layout.pieces(shard)
         self.placement = placement
