@@ -18,7 +18,7 @@ from tests.zero.helpers.meshes import mesh_of
 from tests.zero.helpers.tensor_parallel import HIDDEN, WIDTH, compared, parallel, whole
 from tests.zero.helpers.training import adamw, relative_error
 from tests.zero.helpers.whole_optimizers import Trust
-from zero.optimizer.blocks import blocks_of
+from zero.optimizer.pieces import blocks_of
 from zero.planning.plan import Plan
 from zero.sharding.distributed import block_of, divided_along, local_of
 

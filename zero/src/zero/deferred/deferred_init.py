@@ -15,7 +15,7 @@ from __future__ import annotations
 import gc
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -56,8 +56,7 @@ _RECORDING_ATTRIBUTE = "_zero_recording"  # (recording, class) in a deferred par
 _PROMISE_ATTRIBUTE = "_zero_promise"  # in the __dict__ of a parameter whose values come from elsewhere
 
 
-@contextmanager
-def init(config: Config | None = None) -> Iterator[None]:
+def init(config: Config | None = None) -> AbstractContextManager[None]:
     """Build a model whose parameters have no values until `zero.initialize` shards it.
 
         with zero.init(config): model = BigModel()
@@ -69,18 +68,15 @@ def init(config: Config | None = None) -> Iterator[None]:
     """
     if config is not None and not isinstance(config, Config):
         raise ConfigError(f"expected a zero.Config, got {type(config).__name__}; write zero.Config(...)")
-    with _recorded(draws=True):
-        yield
+    return _recorded(draws=True)
 
 
-@contextmanager
-def outlined() -> Iterator[None]:
+def outlined() -> AbstractContextManager[None]:
     """Do as `init` does, for a model that will never have values.
 
     Nothing is drawn: that would take time and, temporarily, the memory of each parameter.
     """
-    with _recorded(draws=False):
-        yield
+    return _recorded(draws=False)
 
 
 @contextmanager

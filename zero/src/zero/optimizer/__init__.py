@@ -8,8 +8,7 @@ routes                  which rank steps a whole parameter, and what travels the
 stepping, checks        how each parameter is stepped; which optimizers are accepted
 wrapped_state           state that wraps other tensors: described, and restored
 piece_state, state_size what an optimizer keeps for a piece, and how much
-blocks                  where blocks of whole parameters are
-stepped, pieces         the sub-groups with this rank's pieces; pieces as tensors
+stepped, pieces         the sub-groups with this rank's pieces; pieces as tensors; where blocks are
 installed               what the user's optimizer object holds: pieces, and views of their state
 group_step              one sub-group's step by a kernel
 taken_over              what the optimizer object does from now on

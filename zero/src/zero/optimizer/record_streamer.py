@@ -167,7 +167,9 @@ class RecordStreamer:
         turns = [self._streamed[stepped.sub] for stepped in subs]
         try:
             for turn, streamed in enumerate(turns):
-                self._enter(streamed)
+                if streamed.residence is Residence.ON_HOST:  # it comes now, and goes after its step
+                    self._make_room()
+                    self._passing.append(streamed)
                 state = streamed.open()
                 self._prefetch_next(turns[turn + 1 :])
                 yield state
@@ -239,13 +241,6 @@ class RecordStreamer:
     def _of(self, unit: ShardedUnit) -> Iterator[StreamedRecord]:
         subs = (sub for group in unit.groups for sub in group.subs)
         return (self._streamed[sub] for sub in subs if sub.streamed)
-
-    def _enter(self, streamed: StreamedRecord) -> None:
-        """A record's turn to be stepped has come: if it is not on the device, it comes now and goes after
-        the step."""
-        if streamed.residence is Residence.ON_HOST:
-            self._make_room()
-            self._passing.append(streamed)
 
     def _prefetch_next(self, following: Iterable[StreamedRecord]) -> None:
         """Let the next record that is on the host come, if the window and the device have room."""

@@ -27,9 +27,9 @@ from zero.integrity import Integrity
 from zero.memory.balance import AutoPlacementPolicy
 from zero.memory.memory_tracer import MemoryTracer
 from zero.memory.placement_policy import StaticPlacementPolicy
-from zero.optimizer.blocks import ranks_with_blocks
 from zero.optimizer.hyper_parameters import scheduled
 from zero.optimizer.joint import joint, members
+from zero.optimizer.pieces import ranks_with_blocks
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
 from zero.optimizer.state_offload import StateOffload
 from zero.optimizer.stepping import group_steppings, of_unknown, ways_of

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NoReturn, SupportsIndex
-
 import torch
 from torch import Tensor
 
 from accelz.dynamic_map import BLOCK, DynamicMap
-from zero.errors import UsageError
 from zero.tiers.values import Stored, Values, put
 
 _CHUNK = 1 << 18  # elements read or written at a time, which bounds scratch memory
@@ -21,18 +18,14 @@ class Coded(Stored):
     skipped: elements of the first block that are before the values.
     """
 
+    what = "moments in 8 bits"
+
     def __init__(self, codes: Values, scales: Values, by: DynamicMap, skipped: int = 0) -> None:
         super().__init__(codes.numel() - skipped, torch.float32)
         self.codes = codes
         self.scales = scales
         self._by = by
         self._skipped = skipped
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        raise UsageError(
-            "moments in 8 bits cannot be pickled or copied: engine.save_checkpoint saves them, and "
-            "engine.full_optimizer_state(name) returns those of a parameter"
-        )
 
     def to(self, device: torch.device) -> Tensor:
         values = torch.empty(self.numel(), dtype=self.dtype, device=device)

@@ -6,7 +6,7 @@ import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple, NoReturn, SupportsIndex
+from typing import ClassVar, NamedTuple, NoReturn, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -19,8 +19,11 @@ from zero.errors import UsageError
 class Stored(ABC):
     """One-dimensional values that must be read to be used.
 
-    Slices are stored values, too; there is no arithmetic. dtype: that of the values when read.
+    Slices are stored values, too; there is no arithmetic. dtype: that of the values when read. what: names
+    them in errors.
     """
+
+    what: ClassVar[str] = "values on disk"
 
     def __init__(self, numel: int, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -28,7 +31,7 @@ class Stored(ABC):
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise UsageError(
-            "values on disk cannot be pickled or copied: engine.save_checkpoint saves them, and "
+            f"{self.what} cannot be pickled or copied: engine.save_checkpoint saves them, and "
             "engine.full_optimizer_state(name) returns those of a parameter"
         )
 
