@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from importlib import resources
 
 from zero.errors import UsageError
 from zero.report.figures import Spec
@@ -57,16 +58,20 @@ class Page:
             f"<div><dt>{html.escape(name)}</dt><dd>{html.escape(number)}</dd></div>"
             for name, number in self.numbers.items()
         )
-        return _PAGE.format(
+        return _text_of("page.html").format(
             title=html.escape(self.title),
             facts=f"<p>{html.escape(self.facts)}</p>" if self.facts else "",
             numbers=f"<dl>{numbers}</dl>" if numbers else "",
             body=body,
             figures=json.dumps(figures, allow_nan=False).replace("<", "\\u003c"),
-            style=_STYLE,
+            style=_text_of("page.css"),
             library=library(),
-            draw=_DRAW,
+            draw=_text_of("page.js"),
         )
+
+
+def _text_of(name: str) -> str:
+    return resources.files("zero.report").joinpath(name).read_text(encoding="utf-8")
 
 
 @cache
@@ -116,84 +121,3 @@ def _cells(cell: str, texts: Sequence[str], numeric: Sequence[bool]) -> Iterator
 
 def _is_number(text: str) -> bool:
     return not text or text[0].isdigit() or text[0] == "-"
-
-
-_STYLE = """
-:root { color-scheme: light dark;
-  --page: #f6f7f9; --card: #fff; --text: #1d2430; --soft: #5d6675; --line: #dfe3e8 }
-@media (prefers-color-scheme: dark) {
-  :root { --page: #14171c; --card: #1d2128; --text: #e4e7ec; --soft: #9aa3b0; --line: #343a44 }
-}
-* { box-sizing: border-box }
-body { margin: 0 auto; max-width: 100rem; padding: 1.5rem clamp(0.75rem, 2.5vw, 2.5rem);
-  background: var(--page); color: var(--text); font: 15px/1.45 system-ui, sans-serif }
-h1 { font-size: 1.5rem; margin: 0 0 0.2rem; overflow-wrap: anywhere }
-h2 { font-size: 1.1rem; margin: 1.8rem 0 0.6rem }
-h3 { font-size: 0.95rem; margin: 0 }
-p { color: var(--soft); margin: 0.15rem 0 0.4rem; font-size: 0.85rem; overflow-wrap: anywhere }
-dl { display: grid; grid-template-columns: repeat(auto-fit, minmax(8.5rem, 1fr)); gap: 0.6rem;
-  margin: 1rem 0 0 }
-dl div, figure { background: var(--card); border: 1px solid var(--line); border-radius: 8px }
-dl div { padding: 0.6rem 0.8rem }
-dt { color: var(--soft); font-size: 0.8rem }
-dd { margin: 0; font-size: 1.25rem; font-weight: 600; font-variant-numeric: tabular-nums }
-.parts { display: grid; grid-template-columns: repeat(2, minmax(0, 1fr)); gap: 0.8rem }
-figure { margin: 0; padding: 0.8rem; min-width: 0 }
-.wide { grid-column: 1 / -1 }
-.chart { width: 100%; min-height: 60px; color: var(--text) }
-.chart svg { max-width: 100% }
-.table { overflow: auto; max-height: 32rem }
-table { border-collapse: collapse; font-size: 0.85rem; width: 100% }
-th, td { text-align: left; padding: 0.3rem 0.7rem; border-bottom: 1px solid var(--line); vertical-align: top }
-td.long { min-width: 15rem; overflow-wrap: anywhere }
-th { color: var(--soft); font-weight: 500; white-space: nowrap }
-.number { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums }
-#vg-tooltip-element.zero-theme { background: var(--card); color: var(--text); border: 1px solid var(--line);
-  border-radius: 6px; padding: 6px 8px; font: 12px system-ui, sans-serif; box-shadow: 0 2px 8px #0003 }
-#vg-tooltip-element.zero-theme td.key { color: var(--soft); text-align: right; padding: 1px 6px; border: 0 }
-#vg-tooltip-element.zero-theme td.value { padding: 1px 2px; border: 0; font-variant-numeric: tabular-nums }
-@media (max-width: 60rem) { .parts { grid-template-columns: minmax(0, 1fr) } }
-@media print {
-  :root { --page: #fff; --card: #fff; --text: #000; --soft: #444; --line: #ccc }
-  body { padding: 0; max-width: none }
-  .parts { grid-template-columns: minmax(0, 1fr) }
-  figure, dl div { break-inside: avoid }
-  h2, h3 { break-after: avoid }
-  .table { max-height: none; overflow: visible }
-}
-"""
-_DRAW = """
-const specs = JSON.parse(document.getElementById("figures").textContent);
-const options = { renderer: "svg", actions: false, ast: true, tooltip: { theme: "zero" } };
-const place = (number) => document.getElementById("figure-" + number);
-const columns = (number) => Math.max(1, Math.floor((place(number).clientWidth - 40) / 130));  // of a legend
-const views = [];
-async function draw(number) {
-  const fitting = specs[number].config.legend.columns = columns(number);
-  views[number]?.finalize();
-  views[number] = await vegaEmbed(place(number), specs[number], options);
-  place(number).dataset.columns = fitting;
-}
-const redraw = () => specs.forEach(
-  (_, number) => columns(number) != place(number).dataset.columns && draw(number));
-let waiting;
-addEventListener("resize", () => {  // what fits into a row changes; the rest follows by itself
-  clearTimeout(waiting);
-  waiting = setTimeout(redraw, 150);
-});
-Promise.all(specs.map((_, number) => draw(number))).then(
-  () => document.body.dataset.drawn = specs.length, (error) => document.body.dataset.failed = String(error));
-"""
-_PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy"
- content="default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title><style>{style}</style></head>
-<body><h1>{title}</h1>{facts}{numbers}
-{body}
-<script type="application/json" id="figures">{figures}</script>
-<script type="module">{library}
-{draw}</script>
-</body></html>
-"""
