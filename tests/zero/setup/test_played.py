@@ -30,7 +30,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         env=environment(folder, ACCELZ_DEVICE="played"),
         capture_output=True,
         text=True,
-        timeout=120 + 2 * LAYERS * len(PLACES),
+        timeout=240,
         check=False,
     )
     assert done.returncode == 0, done.stderr
