@@ -78,7 +78,7 @@ def port(store: BoundedStore) -> int:
 CALLS: dict[str, Callable[[BoundedStore], Any]] = {
     "set": lambda store: store.set("key", "value" * 4_000_000),  # small ones await no answer
     "get": lambda store: store.get("there"),
-    "multi_get": lambda store: store.multi_get(["there"]),
+    "found": lambda store: store.found(["there"]),
     "add": lambda store: store.add("count", 1),
     "check": lambda store: store.check(["there"]),
     "delete": lambda store: store.delete_key("there"),

@@ -14,6 +14,7 @@ import json
 import mmap
 import os
 import weakref
+from contextlib import ExitStack
 
 import torch
 import torch.distributed as dist
@@ -45,7 +46,7 @@ class CommonMemory(StorageSwap):
         if group.size == 1 or not buffer.nbytes or name in self._apart:
             return None
         meeting = self._meeting(group)
-        memory = _map_together(buffer.nbytes, meeting)
+        memory = _map_together(buffer.data, meeting)
         if memory is None:
             self._apart.add(name)
             return None
@@ -54,9 +55,6 @@ class CommonMemory(StorageSwap):
         # The mapping ends with its last view: forget the address before another tensor can get it.
         weakref.finalize(memory, self._groups.pop, data.data_ptr()).atexit = False
         common = FlatBuffer(data, buffer.parameters, buffer.slots, common=True)
-        own = _slice(data, meeting.hosts)
-        own.copy_(_slice(buffer.data, meeting.hosts))
-        meeting.exchange("")
         common.bind()
         buffer.release()
         return common
@@ -97,8 +95,7 @@ class _Meeting:
     def hear(self, what: str) -> str:
         """Wait for a word from this node's ranks; raises RuntimeError after the group's timeout."""
         key = self._key(what)
-        wait_for(self._store, [key], self._timeout)
-        return self._store.get(key).decode()
+        return wait_for(self._store, [key], self._timeout)[0].decode()
 
     def exchange(self, word: str) -> list[str]:
         """Return every rank's word, by rank of the group. Ranks that call it have read all words before."""
@@ -112,12 +109,20 @@ class _Meeting:
         return f"{self.turn}/{self.hosts.index}/{what}"
 
 
-def _map_together(nbytes: int, meeting: _Meeting) -> mmap.mmap | None:
-    """Map the same `nbytes` bytes in all ranks of each node, or return None everywhere and warn."""
+def _map_together(whole: Tensor, meeting: _Meeting) -> mmap.mmap | None:
+    """Map memory that the ranks of each node have in common and fill it with `whole`, of which every element
+    comes from one of them; or return None everywhere and warn."""
     if not meeting.hosts.even or meeting.size == 1:
         return None  # gathers would bypass the node's memory, or there is no rank to share it with
-    memory, problem = (_offer if meeting.rank == 0 else _accept)(nbytes, meeting)
-    problems = [p for p in meeting.exchange(problem) if p]
+    with ExitStack() as until_all_have_it:
+        if meeting.rank == 0:
+            memory, problem = _offer(whole.nbytes, meeting, until_all_have_it)
+        else:
+            memory, problem = _accept(whole.nbytes, meeting)
+        if memory is not None:
+            common = torch.frombuffer(memory, dtype=whole.dtype)
+            _slice(common, meeting.hosts).copy_(_slice(whole, meeting.hosts))
+        problems = [p for p in meeting.exchange(problem) if p]
     if not problems:
         return memory
     if not all(p == APART for p in problems):
@@ -130,27 +135,24 @@ def _map_together(nbytes: int, meeting: _Meeting) -> mmap.mmap | None:
 APART = "the ranks cannot see each other's processes"
 
 
-def _offer(nbytes: int, meeting: _Meeting) -> tuple[mmap.mmap | None, str]:
-    """Create the memory and keep its descriptor open until every rank has answered."""
+def _offer(nbytes: int, meeting: _Meeting, stack: ExitStack) -> tuple[mmap.mmap | None, str]:
+    """Create the memory, and leave to `stack` to close its descriptor, by which the others find it."""
     try:
         descriptor = os.memfd_create("accelz")
     except OSError as error:
         meeting.tell("offer", "null")
         return None, f"memory cannot be shared here ({error})"
+    stack.callback(os.close, descriptor)
     try:
         os.posix_fallocate(descriptor, 0, nbytes)  # a lack shows now, and not as a signal at a later write
         identity = os.fstat(descriptor)
         offer = [os.getpid(), descriptor, identity.st_dev, identity.st_ino]
-        meeting.tell("offer", json.dumps(offer))
         memory = mmap.mmap(descriptor, nbytes)
-        for rank in range(1, meeting.size):
-            meeting.hear(f"answered/{rank}")
+        meeting.tell("offer", json.dumps(offer))
         return memory, ""
     except OSError as error:
         meeting.tell("offer", "null")
         return None, f"{nbytes} bytes of shared memory cannot be allocated ({error})"
-    finally:
-        os.close(descriptor)
 
 
 def _accept(nbytes: int, meeting: _Meeting) -> tuple[mmap.mmap | None, str]:
@@ -159,8 +161,6 @@ def _accept(nbytes: int, meeting: _Meeting) -> tuple[mmap.mmap | None, str]:
         return (_open(offer, nbytes), "") if offer else (None, APART)
     except OSError:
         return None, APART
-    finally:
-        meeting.tell(f"answered/{meeting.rank}", "")
 
 
 def _open(offer: list[int], nbytes: int) -> mmap.mmap:

@@ -76,20 +76,20 @@ def _greet(
     """Have rank 0's word, and wait until it says that all ranks have."""
     store.set(f"greeting/{rank}", own)
     try:
-        wait_for(store, [f"answer/{own}"], timeout, ended)
+        (answer,) = wait_for(store, [f"answer/{own}"], timeout, ended)
     except MissingKeysError as error:
         raise DistStoreError(ended() or f"rank(s) 0 did not come within {timeout:g} s") from error
-    word = store.get(f"answer/{own}").decode()
+    word = answer.decode()
     store.delete_key(f"answer/{own}")
     store.set(f"heard/{word}/{rank}", "")
     try:
-        wait_for(store, [f"outcome/{word}"], timeout, ended)
+        (outcome,) = wait_for(store, [f"outcome/{word}"], timeout, ended)
     except MissingKeysError as error:
         problem = ended() or _late([r for r in range(1, size) if not _has_heard(store, word, r)], timeout)
         store.set(f"told/{word}/{rank}", "")
         store.set(f"problem/{word}", problem)
         raise DistStoreError(problem) from error
-    problem = store.get(f"outcome/{word}").decode()
+    problem = outcome.decode()
     if problem:
         store.set(f"told/{word}/{rank}", "")
         raise DistStoreError(problem)

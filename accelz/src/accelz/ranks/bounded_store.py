@@ -158,12 +158,7 @@ class BoundedStore(Store):
         self._ask(lambda store: store.set(self._prefix + key, value))
 
     def get(self, key: str) -> bytes:
-        wait_for(self, [key], self.seconds)
-        return self._ask(lambda store: store.get(self._prefix + key))
-
-    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """The values of keys that are set, in one call: a job has thousands of ranks, perhaps."""
-        return self._ask(lambda store: store.multi_get([self._prefix + key for key in keys]))
+        return wait_for(self, [key], self.seconds)[0]
 
     def add(self, key: str, amount: int) -> int:
         return self._ask(lambda store: store.add(self._prefix + key, amount))
@@ -171,6 +166,11 @@ class BoundedStore(Store):
     def check(self, keys: Sequence[str]) -> bool:
         """Whether all of these are set."""
         return self._ask(lambda store: store.check([self._prefix + key for key in keys]))
+
+    def found(self, keys: Sequence[str]) -> list[bytes] | None:
+        """The values of these, if all are set; in one call, since a job has thousands of ranks, perhaps."""
+        names = [self._prefix + key for key in keys]
+        return self._ask(lambda store: store.multi_get(names) if store.check(names) else None)
 
     def delete_key(self, key: str) -> bool:
         return self._ask(lambda store: store.delete_key(self._prefix + key))
@@ -188,23 +188,24 @@ class BoundedStore(Store):
 
 def wait_for(
     store: BoundedStore, keys: Sequence[str], timeout: float, give_up: Callable[[], str] = lambda: ""
-) -> None:
-    """Return when all keys are set.
+) -> list[bytes]:
+    """Return the values of the keys when all are set.
 
     Raises MissingKeysError after `timeout` seconds, or once `give_up()` returns a reason for it, which is
     asked after ASKED_AFTER seconds.
     """
     begun = time.monotonic()
-    while not store.check(keys):
+    while (values := store.found(keys)) is None:
         waited = time.monotonic() - begun
         reason = give_up() if waited > ASKED_AFTER else ""
         if waited > timeout or reason:
             missing = [key for key in keys if not store.check([key])]
             if not missing:  # they have come meanwhile
-                return
+                continue
             how = f"gave up after {waited:.1f} s: {reason}," if reason else f"timed out after {timeout:g} s"
             raise MissingKeysError(how, missing)
         time.sleep(min(max(SHORTEST, PAUSE * waited), LONGEST, timeout - waited))
+    return values
 
 
 class _Calls:

@@ -47,11 +47,11 @@ class Exchange:
         ended = partial(self.peers.ended, self._store, dict(enumerate(keys)))
         self._store.set(keys[self._rank], json.dumps(value))
         try:
-            wait_for(self._store, keys, self._timeout if timeout is None else timeout, give_up=ended)
+            said = wait_for(self._store, keys, self._timeout if timeout is None else timeout, give_up=ended)
         except BaseException:
             with suppress(RuntimeError):  # the store's host is gone or silent
                 self._store.delete_key(keys[self._rank])
             raise
         self._store.delete_key(f"{self._turn - 1}/rank {self._rank}")  # all ranks have read it
         self._turn += 1
-        return [json.loads(said) for said in self._store.multi_get(keys)]
+        return [json.loads(value) for value in said]

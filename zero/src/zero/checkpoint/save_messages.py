@@ -87,11 +87,11 @@ class SaveMessages:
 
         with self._answering(topic), self.waiting(seconds):
             try:
-                wait_for(self._store, list(names.values()), seconds, why_not)
+                said = wait_for(self._store, list(names.values()), seconds, why_not)
             except MissingKeysError as error:
                 missing = [rank for rank, name in names.items() if name in error.missing]
                 raise self._not_there(topic, missing, names, time.monotonic() - began) from error
-            return {rank: json.loads(self._store.get(name)) for rank, name in names.items()}
+            return {rank: json.loads(value) for rank, value in zip(names, said, strict=True)}
 
     def _nobody_comes(self, ranks: Iterable[int], began: float) -> bool:
         late = time.monotonic() - began > JOIN_SECONDS
