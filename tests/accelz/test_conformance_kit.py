@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from accelz import Capabilities, MemoryStats, NullStreams
-from accelz.conformance import grouping
+from accelz.conformance import grouping, report
 from accelz.conformance.contract import ROLES, ContractBroken, checked, missing_operator
 from accelz.conformance.marks import WITH_DUTIES
 from accelz.conformance.test_descriptor import DescriptorContract
@@ -360,6 +360,16 @@ def test_buffers_that_rest_on_an_undeclared_resize_are_found() -> None:
     accelerator.capabilities = Capabilities(storage_resize=False)
     with pytest.raises(ContractBroken, match=r"(?s)must not rely on resize_.*do:   declare storage_resize"):
         FlatBufferContract().test_buffers_need_only_what_is_declared(checked(accelerator))
+
+
+def test_all_that_a_missing_hook_breaks_has_one_reason(request: pytest.FixtureRequest) -> None:
+    torchs = "register `PrivateUse1HooksInterface` and implement `resizePrivateUse1Bytes` at the same time"
+    broken = ContractBroken("FlatBuffer.release", "not implemented yet", "NotImplementedError", torchs)
+    found = {report._finding(request.node, error, "") for error in (broken, NotImplementedError(torchs))}
+    assert len(found) == 1
+    method, message = found.pop()
+    assert method == "Capabilities.storage_resize"
+    assert "do:   implement that hook, or declare storage_resize=False" in message
 
 
 class UncountedFrees(ProcessMemory):

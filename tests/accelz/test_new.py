@@ -262,6 +262,18 @@ def test_what_the_package_says_of_itself(tmp_path: Path) -> None:
     assert len(project["dependencies"]) == 1, "of a library that nobody has named, nothing is installed"
 
 
+def test_the_library_is_required_by_the_name_that_it_is_installed_under(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`_pytest` is of pytest; and what no distribution has is not asked of an index."""
+    (tmp_path / "torch_loose.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, library, required in (("foo", "_pytest.mark", ["pytest"]), ("bar", "torch_loose", [])):
+        assert _new(name, "--torch-device", "--library", library, "--out", tmp_path).exit_code == 0
+        project = tomllib.loads((tmp_path / f"accelz_{name}/pyproject.toml").read_text())["project"]
+        assert project["dependencies"][1:] == required
+
+
 def test_the_packages_tests_have_all_of_the_kit(tmp_path: Path) -> None:
     assert _new("foo", "--out", tmp_path).exit_code == 0
     written = (tmp_path / "accelz_foo/tests/test_conformance.py").read_text()

@@ -15,6 +15,7 @@ from accelz import (
     BackendError,
     BackendUnavailableError,
     Collectives,
+    CopyAndKeep,
     CopyAndShrink,
     NullStreams,
     StorageSwap,
@@ -86,10 +87,12 @@ def test_a_process_that_sees_one_device_takes_it(module: Module) -> None:
     assert accelerator.device.index == 0
 
 
-def test_the_strategy_follows_from_host_data_assignment(module: Module) -> None:
+def test_the_strategy_follows_from_what_storages_can(module: Module) -> None:
     assert isinstance(build().flat_buffers, StorageSwap)
     refuses = replace(TORCH_DEVICE, host_data_assignment=False)
-    assert isinstance(build(capabilities=refuses).flat_buffers, CopyAndShrink)
+    assert type(build(capabilities=refuses).flat_buffers) is CopyAndShrink
+    keeps = replace(TORCH_DEVICE, storage_resize=False)
+    assert isinstance(build(capabilities=keeps).flat_buffers, CopyAndKeep)
 
 
 @pytest.mark.parametrize(

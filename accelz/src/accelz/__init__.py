@@ -41,9 +41,11 @@ if TYPE_CHECKING:
     from accelz.ranks.group import Group
     from accelz.roles.collectives import Collectives, Handle, ReduceOp
     from accelz.roles.flat_buffer import (
+        CopyAndKeep,
         CopyAndShrink,
         FlatBuffer,
         FlatBufferStrategy,
+        KeptBuffer,
         Slot,
         StorageSwap,
         dense_stride,
@@ -69,7 +71,8 @@ _NAMES = {  # by the modules that they come from, which are imported when a name
     "ranks.group": "Group",
     "roles.collectives": "Collectives Handle ReduceOp",
     "roles.flat_buffer": (
-        "CopyAndShrink dense_stride FlatBuffer FlatBufferStrategy rebind Slot StorageSwap unshare"
+        "CopyAndKeep CopyAndShrink dense_stride FlatBuffer FlatBufferStrategy KeptBuffer rebind Slot "
+        "StorageSwap unshare"
     ),
     "roles.host": "HOST",
     "roles.kernels": "check_blocks Kernels",
@@ -92,6 +95,7 @@ __all__ = [
     "Capabilities",
     "CollectiveError",
     "Collectives",
+    "CopyAndKeep",
     "CopyAndShrink",
     "Event",
     "FlatBuffer",
@@ -100,6 +104,7 @@ __all__ = [
     "HOST",
     "Handle",
     "HostRng",
+    "KeptBuffer",
     "Kernels",
     "Memory",
     "MemoryStats",

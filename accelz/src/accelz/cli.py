@@ -368,7 +368,7 @@ def _print_check(console: Console, summary: dict[str, Any], chosen: str) -> None
         text = f"NOT TESTED: {row['what']}; needs {row['needs']}"
         console.print(Text(text), style="bold yellow", soft_wrap=True)
     counts = ", ".join(f"{summary[k]} {k}" for k in ("passed", "failed", "skipped"))
-    why = "because it was interrupted" if summary["interrupted"] else "after too many crashes"
+    why = "because it was interrupted" if summary["interrupted"] else "after what is told above"
     counts += f", {summary['not_run']} NOT RUN {why}" if summary["not_run"] else ""
     for line in comparison.lines(summary["against"]) if "against" in summary else ():
         console.print(Text(line), style="bold red" if line.startswith("worse") else "", soft_wrap=True)

@@ -13,6 +13,8 @@ import string
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 from accelz import discovery
@@ -59,8 +61,15 @@ class Package:
 
     @property
     def library_distribution(self) -> str:
-        """What most projects call the distribution of such a module; its vendor sees to it."""
-        return (self.library or "").partition(".")[0].replace("_", "-")
+        """The distribution that has the library here, or what most projects call it where the library is not
+        installed; "" where no distribution has it, so that pip would find none.
+        """
+        root = (self.library or "").partition(".")[0]
+        usual = root.replace("_", "-")
+        named = metadata.packages_distributions().get(root, [])
+        if named or not root or find_spec(root) is None:
+            return named[0] if named else usual
+        return usual if any(metadata.distributions(name=usual)) else ""
 
 
 def write(package: Package, out: Path) -> Path:
@@ -151,6 +160,8 @@ def _values(package: Package) -> dict[str, str]:
     library = package.library or f"torch_{name}"
     staged = package.collectives is None
     major, minor = __version__.split(".")[:2]
+    own = f'accelz.Collectives("cpu:gloo,{kind}:{package.collectives}")'
+    collectives = "HostStaged(accelz.host_collectives())" if staged else own
     stand_in = f'a stand-in: your device\'s name in torch goes here, such as "{name}:0"'
     return {
         "name": name,
@@ -164,11 +175,10 @@ def _values(package: Package) -> dict[str, str]:
         "device_remark": "bind() moves to another one" if package.device_type else stand_in,
         "library": library,
         "library_root": library.partition(".")[0],
-        "collectives": "HostStaged(host_collectives())"
-        if staged
-        else f'Collectives("cpu:gloo,{kind}:{package.collectives}")',
+        "collectives": collectives.replace("accelz.", ""),
+        "collectives_of_accelz": collectives,
         "and_collectives": "" if staged else ", Collectives",
         "and_host": ", host_collectives" if staged else "",
-        "and_library": f', "{package.library_distribution}"' if package.library else "",
+        "and_library": f', "{package.library_distribution}"' if package.library_distribution else "",
         "staged_import": "from accelz.gloo import HostStaged" if staged else "",
     }

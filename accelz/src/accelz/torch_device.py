@@ -28,7 +28,7 @@ from accelz.device_functions import DeviceFunctions, require
 from accelz.device_functions import name_device as name_device
 from accelz.errors import BackendError, BackendUnavailableError
 from accelz.roles.collectives import Collectives
-from accelz.roles.flat_buffer import CopyAndShrink, FlatBufferStrategy, StorageSwap
+from accelz.roles.flat_buffer import CopyAndKeep, CopyAndShrink, FlatBufferStrategy, StorageSwap
 from accelz.roles.kernels import Kernels
 from accelz.roles.memory import Memory, MemoryStats
 from accelz.roles.rng import Rng
@@ -54,8 +54,8 @@ class TorchAccelerator(Accelerator):
     name: the backend's name. collectives: built with the device's communication library, such as
     `Collectives("cpu:gloo,cuda:nccl")`. device_type: torch's name for the device, `name` by default.
     capacity: bytes of a device's memory, where torch cannot ask the device. streams: by default NullStreams
-    for a device that declares neither `asynchronous` nor `streams`. flat_buffers: by default StorageSwap if a
-    device Parameter may be given host data, else CopyAndShrink.
+    for a device that declares neither `asynchronous` nor `streams`. flat_buffers: by default CopyAndKeep
+    without `storage_resize`, else StorageSwap where a Parameter may be given host data, or CopyAndShrink.
     Nothing touches a device before `bind`. Raises BackendError if functions are missing that derived roles
     need, and names all of them.
     """
@@ -84,7 +84,7 @@ class TorchAccelerator(Accelerator):
         needs |= {} if rng else {"rng": TorchRng.NEEDS}
         require(self.module, needs)
         self._unproved = [role for role, names in needs.items() if self.module.generic(names)]
-        strategy = StorageSwap if capabilities.host_data_assignment else CopyAndShrink
+        strategy = _strategy(capabilities)
         super().__init__(
             name=name,
             device=device,
@@ -139,6 +139,12 @@ class TorchAccelerator(Accelerator):
                 "or pass TorchAccelerator your own role; where only the capacity is unknown, capacity=<bytes>"
             )
         self._unproved = []
+
+
+def _strategy(capabilities: Capabilities) -> type[FlatBufferStrategy]:
+    if not capabilities.storage_resize:
+        return CopyAndKeep
+    return StorageSwap if capabilities.host_data_assignment else CopyAndShrink
 
 
 class TorchMemory(Memory):

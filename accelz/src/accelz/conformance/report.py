@@ -26,6 +26,12 @@ PLAIN = (str, int, float, tuple, torch.dtype)
 REGISTER = (
     "register a kernel for it, or one host fallback for all operators (csrc/fallback.cpp of accelz-sim)"
 )
+RESIZE_HOOK = "implement `resizePrivateUse1Bytes`"
+NO_RESIZE = (
+    "Capabilities.storage_resize: untyped_storage().resize_ must work\n"
+    "  got:  NotImplementedError, since the device's hooks have no resizePrivateUse1Bytes\n"
+    "  do:   implement that hook, or declare storage_resize=False; flat buffers are then accelz.CopyAndKeep"
+)
 
 
 class Reporter:
@@ -126,6 +132,8 @@ def _earlier(target: Path) -> dict[str, Verdict]:
 
 def _finding(item: pytest.Item, error: BaseException, text: str) -> tuple[str, str]:
     """Return the method to blame for a test's error, and the message. text: pytest's own report of it."""
+    if RESIZE_HOOK in str(error):  # whatever first needed it
+        return "Capabilities.storage_resize", NO_RESIZE
     if isinstance(error, (ContractBroken, ClusterError)) and error.method:
         return error.method, _with_advice(str(error), item)
     if missing := missing_operator(error):

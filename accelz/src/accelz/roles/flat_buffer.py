@@ -3,7 +3,8 @@
 Glossary
 --------
 slot        where one parameter lies in the buffer: offset (elements), shape, strides.
-released    the buffer's bytes are dropped; every view keeps its shape, with no memory behind it.
+released    the buffer's bytes are dropped; every view keeps its shape, with no memory behind it (a kept
+            buffer's bytes stay, their content undefined).
 materialized the bytes are back (content undefined until written), under the same views.
 bound       the parameters' `.data` are this buffer's views (several buffers may serve the same
             parameters in different dtypes; only one is bound at a time).
@@ -11,8 +12,9 @@ common      the ranks of a node see the same bytes, which exist as long as the b
             writes, all of them read.
 
 How parameters *become* views depends on the device, and is decided by a strategy: `StorageSwap` where a
-device Parameter may be given host storage, `CopyAndShrink` where it may not. Neither needs memory for the
-model twice, and both keep every Parameter object, its hooks, ties, `requires_grad` and (dense) strides.
+device Parameter may be given host storage, `CopyAndShrink` where it may not, `CopyAndKeep` where storages
+cannot be resized. None needs memory for the model twice, and all keep every Parameter object, its hooks,
+ties, `requires_grad` and (dense) strides.
 """
 
 from __future__ import annotations
@@ -100,6 +102,25 @@ class FlatBuffer:
             rebind(parameter, view)
 
 
+class KeptBuffer(FlatBuffer):
+    """A buffer of a device whose storages cannot be resized: released, it keeps its bytes.
+
+    What is computed is the same; what is saved by releasing is nothing.
+    """
+
+    _released = False
+
+    @property
+    def materialized(self) -> bool:
+        return not self._released
+
+    def materialize(self) -> None:
+        self._released = False
+
+    def release(self) -> None:
+        self._released = self.nbytes > 0 and not self.common
+
+
 def rebind(parameter: nn.Parameter, value: Tensor) -> None:
     """Give `parameter` the tensor `value` as its data, keeping its identity, hooks and attributes.
 
@@ -145,6 +166,8 @@ def _swap_innards(parameter: nn.Parameter, value: Tensor) -> None:
 class FlatBufferStrategy(ABC):
     """How a device turns parameters into views of a flat buffer."""
 
+    buffer_type: type[FlatBuffer] = FlatBuffer
+
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
@@ -171,7 +194,7 @@ class FlatBufferStrategy(ABC):
     def empty_like(self, buffer: FlatBuffer, dtype: torch.dtype) -> FlatBuffer:
         """Return a released, unbound buffer for the same parameters and slots in another dtype."""
         data = torch.empty(buffer.data.numel(), dtype=dtype, device=self.device)
-        other = FlatBuffer(data, buffer.parameters, buffer.slots)
+        other = self.buffer_type(data, buffer.parameters, buffer.slots)
         other.release()
         return other
 
@@ -215,9 +238,15 @@ class CopyAndShrink(FlatBufferStrategy):
         for parameter, slot in zip(parameters, slots, strict=True):
             _copy(staged.as_strided(slot.shape, slot.stride, slot.offset), parameter.data)
             parameter.data = parameter.data.new_empty(0)
-        buffer = FlatBuffer(staged.to(self.device), parameters, slots)
+        buffer = self.buffer_type(staged.to(self.device), parameters, slots)
         buffer.bind()
         return buffer
+
+
+class CopyAndKeep(CopyAndShrink):
+    """CopyAndShrink for devices without `storage_resize`: buffers keep their bytes when they are released."""
+
+    buffer_type = KeptBuffer
 
 
 def _copy(to: Tensor, values: Tensor) -> None:

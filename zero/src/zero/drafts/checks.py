@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from accelz import Accelerator, AccelzError
+from accelz import Accelerator, AccelzError, KeptBuffer
 from zero.communication.communicator import Communicator
 from zero.config.training import DTYPES, Config, dtype_named
 from zero.deferred import deferred_init
@@ -41,6 +41,7 @@ from zero.sharding.forms import (
 )
 from zero.sharding.guard import LOST, NAME_ATTRIBUTE, ShardedParameter, is_lost
 from zero.sharding.local import apart_of
+from zero.warning import warn
 
 
 def check_model(model: nn.Module, shapes_only: bool = False) -> None:
@@ -140,11 +141,11 @@ def check_compilation(config: Config, accelerator: Accelerator) -> None:
     )
 
 
-def check_flat_buffers(accelerator: Accelerator) -> None:
+def check_flat_buffers(accelerator: Accelerator, rank: int) -> None:
     """Raise ConfigError if the device cannot drop the bytes of flat buffers and bring them back.
 
     A device that does not declare storage_resize may have flat buffers of another kind, so it is tried, on
-    one element. Changes nothing.
+    one element. Warns of those that keep their bytes. Changes nothing.
     """
     if accelerator.capabilities.storage_resize:
         return
@@ -160,7 +161,13 @@ def check_flat_buffers(accelerator: Accelerator) -> None:
     except (AccelzError, RuntimeError) as error:
         raise ConfigError(f"{cannot}: {error}") from error
     if not (released and buffer.materialized):
-        raise ConfigError(f"{cannot}; its backend must bring flat buffers of its own")
+        raise ConfigError(f"{cannot}; its backend must bring flat buffers of its own, or accelz.CopyAndKeep")
+    if isinstance(buffer, KeptBuffer):
+        warn(
+            f"the device {accelerator.name!r} does not declare storage_resize: whole parameters and "
+            "gradients keep their memory on each rank, at every stage; only optimizer states are sharded",
+            rank=rank,
+        )
 
 
 def check_movable(model: nn.Module, device: torch.device) -> None:

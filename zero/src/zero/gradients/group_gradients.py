@@ -371,9 +371,9 @@ class GroupGradients:
         if known is not None:
             known.materialize()
             return known
-        layout = self.group.layout
-        data = torch.empty(layout.numel, dtype=dtype, device=self._accelerator.device)
-        return FlatBuffer(data, (), layout.slots)
+        made = self._accelerator.flat_buffers.empty_like(self.group.home, dtype)
+        made.materialize()
+        return made
 
 
 def _copy(values: Values, device: torch.device) -> Tensor:

@@ -108,7 +108,7 @@ def initialize(
     communicator = Communicator(accelerator, groups, name, outlive)
     for message, category in held:
         warn(message, category, rank=communicator.group.rank)
-    check_flat_buffers(accelerator)
+    check_flat_buffers(accelerator, communicator.group.rank)
     check_equal(model, prepared, config, communicator)
     check_first_states(prepared.optimizer, model, config, communicator)
     grid = Grid.plain(groups.whole.size, config.shard_ranks) if arranged is None else groups.grid
