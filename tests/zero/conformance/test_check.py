@@ -42,10 +42,13 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small")
-def test_the_exit_code_and_the_last_line_say_how_it_went() -> None:
+def test_the_exit_code_and_the_last_line_say_how_it_went(capfd: pytest.CaptureFixture[str]) -> None:
     options = ("check", "--device", "cpu", "--loop", "plain", "--max-ranks", 2)
     done = run(*options, "--workers", 2)
     assert (done.exit_code, done.stdout) == (1, "zero on cpu fails: 2 failed, 1 passed, 1 skipped\n")
+    at_once = capfd.readouterr().out.partition("=== FAILURES")[0]
+    assert "failed: tests/zero/test_few.py::test_wrong\n" in at_once
+    assert "error: tests/zero/test_few.py::test_broken\n" in at_once
     done = run(*options, "-k", "options or skipped")
     assert (done.exit_code, done.stdout) == (0, "zero on cpu passes: 1 passed, 1 skipped\n")
     assert "no test for cpu matches 'such'" in refused(*options, "-k", "such")

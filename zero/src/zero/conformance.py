@@ -13,11 +13,14 @@ import tempfile
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 from xml.etree import ElementTree
 
 import accelz
 from zero.errors import UsageError
+
+if TYPE_CHECKING:
+    import pytest
 
 NEEDED = {"pytest": "pytest", "pytest_timeout": "pytest-timeout", "xdist": "pytest-xdist"}
 TEST_SECONDS = 300
@@ -80,6 +83,14 @@ def folder_of_tests() -> Path:
     raise UsageError(f"the engine's tests are not in {places[0]}: install accelz-zero from its wheel")
 
 
+def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] | None:
+    """Have pytest name what fails at once: the tests take long, and may be cut off."""
+    if not report.failed:
+        return None
+    category = "failed" if report.when == "call" else "error"
+    return category, f"\n{category}: {report.nodeid}\n", category.upper()
+
+
 def _require_tools() -> None:
     missing = [name for module, name in NEEDED.items() if find_spec(module) is None]
     if missing:
@@ -90,7 +101,7 @@ def _pytest(place: Path) -> list[str]:
     """pytest with the settings that the tests have in their repository, and no others."""
     settings = (
         *("-c", os.devnull, "--rootdir", str(place), "-o", f"pythonpath={place}"),
-        *("-p", "no:cacheprovider", "-p", "pytest_timeout", "-p", "xdist.plugin"),
+        *("-p", "no:cacheprovider", "-p", "pytest_timeout", "-p", "xdist.plugin", "-p", __name__),
         *("-q", "--strict-markers", f"--timeout={TEST_SECONDS}", "--timeout-method=thread"),
         *("--dist", "loadfile", "--no-loadscope-reorder"),
     )
