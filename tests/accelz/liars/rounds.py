@@ -108,6 +108,7 @@ from .streams import (
     DoneTooEarly,
     EnteringRaises,
     EventsNeverDone,
+    EventsNoticedLate,
     HostClocks,
     KeepAliveOverwrites,
     KeptAliveForever,
@@ -330,8 +331,11 @@ ROUNDS["operators"] = {
     "six bits of sixteen": _operator("torch.Tensor.copy_", "torch.int16", "test_copies"),
     "a cast cuts off": _operator("torch.Tensor.to", "torch.float32 to torch.bfloat16", "conversions"),
     "views are copies": _operator("torch.Tensor.view", "writes through views", "share_their_memory"),
+    "events are noticed late": Lie(
+        "Event.done", "operations_return", "streams", EventsNoticedLate, flags={"asynchronous": True}
+    ),
 }
-"""A device whose torch is wrong."""
+"""A device whose torch is wrong, and whose events say late that all work is done in its turn."""
 
 SIM_ROUNDS: dict[str, dict[str, Lie]] = {
     "sim": {

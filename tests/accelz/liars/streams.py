@@ -80,18 +80,37 @@ class KeptAliveForever(NullStreams):
 class LateEvent(NullEvent):
     """Passed a while after it was made, as behind work that is still running."""
 
+    seconds = 0.2
+
     def done(self) -> bool:
-        return time.perf_counter() - self._time > 0.05
+        return time.perf_counter() - self._time > self.seconds
 
 
 class LateStream(NullStream):
+    event: type[Event] = LateEvent
+
     def record(self) -> Event:
-        return LateEvent()
+        return self.event()
 
 
 class LateStreams(NullStreams):
     def current(self) -> Stream:
         return LateStream()
+
+
+class NoticedEvent(LateEvent):
+    """Passed only once another thread of the library has noticed it, though its work is done."""
+
+    seconds = 0.001
+
+
+class NoticedStream(LateStream):
+    event = NoticedEvent
+
+
+class EventsNoticedLate(NullStreams):
+    def current(self) -> Stream:
+        return NoticedStream()
 
 
 class NeverPutBack(TorchStreams):

@@ -15,7 +15,7 @@ from tests.zero.helpers.models import Stack
 from tests.zero.helpers.paths import decaying, straight
 
 FRAMES, FILES = 8, 4
-OWN = str(Path(zero.__file__).parent)
+OWN = f"{Path(zero.__file__).parent}/"
 
 Trip = list[tuple[str, str]]
 """Files and functions of zero's own, outermost first."""
