@@ -160,6 +160,7 @@ def trained(
         gc.collect()
         return {
             "seconds": seconds,
+            "groups_made": accelerator.collectives.made,
             "peaks": peaks,
             "rest": memory.stats().allocated - before,
             "groups": [

@@ -148,7 +148,8 @@ class _Over(dist.Work):
 
 
 class PlayedCollectives(Collectives):
-    """issued: all collectives so far, those that torch itself has issued among them.
+    """issued: all collectives so far, those that torch itself has issued among them. made: how many groups
+    have been, each a call of every rank of the job.
 
     Buffers are counted in memory now at the latest: what the engine makes in hooks, no dispatch mode sees.
     """
@@ -156,7 +157,12 @@ class PlayedCollectives(Collectives):
     def __init__(self, memory: PlayedMemory) -> None:
         super().__init__("fake")
         self.issued: list[Noted] = []
+        self.made = 0
         self._memory = memory
+
+    def _make_group(self, ranks: list[int] | None, timeout: timedelta, members_only: bool) -> Any:
+        self.made += 1
+        return super()._make_group(ranks, timeout, members_only)
 
     def note(self, op: str, process_group: dist.ProcessGroup, *buffers: Tensor) -> dist.Work:
         for each in buffers:

@@ -47,6 +47,8 @@ def test_an_engine_is_made_as_it_is_planned_in_little_time_and_memory(ranks: lis
         assert rank["coordinate"] == at
         assert rank["seconds"] + rank["trained"]["seconds"] < 60
         assert rank["bytes"] < 2e9
+        # The job, its parts along "tp", along "dp", and twice those with the data; none for each rank alone.
+        assert rank["trained"]["groups_made"] == 1 + 64 * 8 + 8 * 8 + 2 * 8
         expert = WIDTH * EXPERT * (1 + at[1] % 2)
         assert rank["units"] == LAYERS + 1
         assert rank["parameters"] == 8 * divided + whole + LAYERS * expert
