@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from zero.files.storage import DISK, PAGE, File, Storage, read_whole, write_whole
-from zero.files.stream import CHUNK, AppendedFile, empty_aligned, view_of
+from zero.files.stream import CHUNK, AppendedFile, empty_aligned
 
 IN_MEMORY = Path("/dev/shm")  # a file system without direct writes
 
@@ -163,7 +163,7 @@ def test_reads_around_the_cache_give_any_part(
     try:
         for offset in (0, 1, PAGE - 1, PAGE, 3 * PAGE + 77, len(data) - 1, len(data), len(data) + PAGE):
             for count in (0, 1, PAGE, PAGE + 1, 2 * PAGE, len(data)):
-                pages = view_of(empty_aligned(count + 2 * PAGE))
+                pages = empty_aligned(count + 2 * PAGE).data
                 assert file.read_around(offset, count, pages) == data[offset : offset + count]
     finally:
         file.close()

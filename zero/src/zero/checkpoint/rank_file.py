@@ -21,7 +21,7 @@ from zero.files.dtypes import name_of
 from zero.files.manifest import CHECKSUM_BLOCK
 from zero.files.rank_layout import RankLayout, Stretch, block_sums
 from zero.files.storage import PAGE, Storage
-from zero.files.stream import CHUNK, AppendedFile, empty_aligned, view_of
+from zero.files.stream import CHUNK, AppendedFile, empty_aligned
 from zero.tiers.values import Stored, Values, bytes_of
 
 _CACHED = 4 * CHECKSUM_BLOCK  # bytes read for checksums, then copied while still in the processor's cache
@@ -123,7 +123,7 @@ def _write_packed(
     first[:] = np.frombuffer(layout.header, np.uint8)
     table = bytearray()
     with closing(storage.create(path, layout.size, direct=layout.size > CHUNK)) as file:
-        file.write(0, [view_of(first)])
+        file.write(0, [first.data])
         written = summed = 0
         for part in parts:
             assert isinstance(part.values, Tensor)

@@ -16,7 +16,7 @@ from zero.consolidate.workers import Buffers
 from zero.errors import CheckpointError
 from zero.files.manifest import ITEM_BYTES
 from zero.files.storage import PAGE, File, Storage, write_whole
-from zero.files.stream import empty_aligned, view_of
+from zero.files.stream import empty_aligned
 from zero.sources.source import Chunk, TensorInfo
 
 UNFINISHED = ".part"
@@ -100,12 +100,12 @@ class PlacedFile:
         shift = offset % PAGE
         pages = empty_aligned(shift + len(data))
         pages[shift : shift + len(data)] = np.frombuffer(data, np.uint8)
-        self.write(offset, view_of(pages)[shift : shift + len(data)])
+        self.write(offset, pages.data[shift : shift + len(data)])
 
     def sync(self) -> None:
         """Return once all bytes are on the disk."""
         for page, (memory, _) in self._waiting.items():  # the last page, cut short by the end of the file
-            self._file.write(page * PAGE, [view_of(memory)])
+            self._file.write(page * PAGE, [memory.data])
         self._file.truncate(self._size)
         self._file.sync()
 
@@ -119,12 +119,12 @@ class PlacedFile:
         page, begin = divmod(offset, PAGE)
         with self._lock:
             memory, filled = self._waiting.pop(page, None) or (empty_aligned(PAGE), 0)
-            view_of(memory)[begin : begin + data.nbytes] = data
+            memory.data[begin : begin + data.nbytes] = data
             filled += data.nbytes
             if filled < PAGE:
                 self._waiting[page] = memory, filled
                 return
-        self._file.write(page * PAGE, [view_of(memory)])
+        self._file.write(page * PAGE, [memory.data])
 
 
 class Output:

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from zero.errors import UsageError
 from zero.files.storage import PAGE
-from zero.files.stream import empty_aligned, view_of
+from zero.files.stream import empty_aligned
 from zero.sources.source import Chunk
 
 _SMALLEST, _LARGEST = 1 << 16, 1 << 22  # bytes of a chunk; larger ones are no faster
@@ -23,8 +23,8 @@ class Buffers:
     """One thread's page-aligned memory. source: for a chunk's bytes. output: for the converted bytes."""
 
     def __init__(self, limit: int) -> None:
-        self.source = view_of(empty_aligned(limit + _ROOM))
-        self.output = view_of(empty_aligned(limit + _ROOM))
+        self.source = empty_aligned(limit + _ROOM).data
+        self.output = empty_aligned(limit + _ROOM).data
 
 
 def default_workers() -> int:

@@ -51,7 +51,7 @@ class AppendedFile:
     def finish(self) -> None:
         """Return once all bytes are on the disk."""
         if not self._large:
-            self._file.write(0, [view_of(self._chunks[0][: self._filled])])
+            self._file.write(0, [self._chunks[0][: self._filled].data])
         else:
             self._finish_large()
         self._file.sync()
@@ -74,7 +74,7 @@ class AppendedFile:
     def _send(self) -> None:
         """Submit the current chunk for writing, and begin the next one when it is free."""
         assert self._writers is not None
-        data = view_of(self._chunks[self._current][: self._filled])
+        data = self._chunks[self._current][: self._filled].data
         self._pending[self._current] = self._writers.submit(self._file.write, self._position, [data])
         self._position += self._filled
         self._filled = 0
@@ -98,8 +98,3 @@ def empty_aligned(size: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
         with contextlib.suppress(OSError):  # a kernel without huge pages
             memory.madvise(_ADVICE)
     return np.frombuffer(memory, np.uint8)
-
-
-def view_of(values: Any) -> memoryview:
-    """A view of an array's memory."""
-    return memoryview(values)

@@ -190,8 +190,11 @@ def _check_rank(full: FullParameters, write_rank: int | None) -> None:
 
 def _check_unchanged(versions: Mapping[nn.Parameter, int]) -> None:
     for name, full in _changed(versions):
+        fate = "the change is lost"
+        if full.locate(name)[0].resident:
+            fate = "this rank has the change, but the masters and other ranks may not"
         raise UsageError(
-            f"parameter {name!r} was changed inside zero.gathered(); {_fate(name, full)} unless you pass "
+            f"parameter {name!r} was changed inside zero.gathered(); {fate} unless you pass "
             "write_rank=<the rank that writes>"
         )
 
@@ -216,10 +219,3 @@ def _changed(versions: Mapping[nn.Parameter, int]) -> Iterator[tuple[str, FullPa
         known = (version, parameter.__dict__.get(_WRITTEN_ATTRIBUTE))
         if parameter._version not in known and full is not None:
             yield parameter.__dict__[NAME_ATTRIBUTE], full
-
-
-def _fate(name: str, full: FullParameters) -> str:
-    """Say, for a message, what becomes of a change that is not written back."""
-    if full.locate(name)[0].resident:
-        return "this rank has the change, but the masters and other ranks may not"
-    return "the change is lost"
