@@ -113,8 +113,8 @@ class DeepSpeedWeights(RecordSource):
         trained = placeholder.dtype if isinstance(placeholder, StoredTensor) else stored
         aliases = tuple(self._aliases.get(name, ()))
         self._infos.append(TensorInfo(name, shape, stored, trained, kind, aliases))
-        for start, file, tensor, first, length in values:
-            self.place(len(self._infos) - 1, start, file, tensor, first, length)
+        for stretch in values:
+            self.place(len(self._infos) - 1, *stretch)
 
     def _add_frozen(self, name: str, shape: Shape) -> None:
         """Add a frozen parameter: stored whole, or at stage 3 as a shard in each rank's file."""

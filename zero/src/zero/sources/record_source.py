@@ -123,20 +123,13 @@ class RecordSource(Source):
             self._places.setdefault(Key(path, record), []).append(place)
 
     def place(
-        self,
-        tensor: int,
-        start: int,
-        file: TorchFile,
-        values: StoredTensor,
-        first: int = 0,
-        length: int | None = None,
+        self, tensor: int, start: int, file: TorchFile, values: StoredTensor, first: int, length: int
     ) -> None:
         """Register where a stretch of a tensor is stored.
 
-        The tensor's elements from `start` on are elements `first` to `first + length` of `values` in `file`;
-        length None: to their end. A stretch without elements is ignored.
+        The tensor's elements from `start` on are elements `first` to `first + length` of `values` in `file`.
+        A stretch without elements is ignored.
         """
-        length = values.numel - first if length is None else length
         if not length:
             return
         record, offset = file.locate(values)

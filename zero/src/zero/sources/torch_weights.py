@@ -63,7 +63,7 @@ class TorchSource(RecordSource):
             tensor = key if isinstance(key, StoredTensor) else key[0]
             info = TensorInfo(name, tensor.shape, tensor.dtype, tensor.dtype, "parameter", tuple(aliases))
             self._infos.append(info)
-            self.place(len(self._infos) - 1, 0, file, tensor)
+            self.place(len(self._infos) - 1, 0, file, tensor, 0, tensor.numel)
         found = [name for same in names.values() for name in same]
         if len(set(found)) < len(found):
             raise CorruptCheckpointError(f"{file.path}: two tensors have the same name")
