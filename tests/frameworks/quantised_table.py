@@ -12,8 +12,7 @@ from pathlib import Path
 import torch
 
 from tests.frameworks import low_bit_optimizers, quantised_runs
-from zero.optimizer.piece_state import tensors_beside
-from zero.optimizer.wrapped_state import inner_tensors, is_wrapper
+from zero.optimizer.piece_state import inner_tensors, is_wrapper, tensors_beside
 from zero.sharding.forms import inner_leaves
 
 PAGES = [Path(__file__).parents[2] / "docs" / name for name in ("parameters.md", "optimizers.md")]

@@ -28,11 +28,10 @@ from zero.files.manifest import model_key, state_key
 from zero.gradients.loss_scale import LossScale
 from zero.loading.weights import stride_of
 from zero.optimizer.joint import kind_of, kinds_of_groups
-from zero.optimizer.piece_state import in_memory_order, is_elementwise
+from zero.optimizer.piece_state import described, in_memory_order, is_elementwise, is_wrapper
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
 from zero.optimizer.state_offload import StateOffload
 from zero.optimizer.stepped import SteppedPiece
-from zero.optimizer.wrapped_state import described, is_wrapper
 from zero.sharding import layout
 from zero.sharding.distributed import region_of
 from zero.sharding.flat_group import FlatGroup

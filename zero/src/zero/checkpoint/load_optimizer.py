@@ -20,10 +20,9 @@ from zero.files.value_forms import decode
 from zero.loading.tensor_reader import TensorReader
 from zero.loading.weights import stored_region, stride_of
 from zero.optimizer.joint import kind_of, kinds_of_groups, members
-from zero.optimizer.piece_state import in_memory_order, moved
+from zero.optimizer.piece_state import SHAPE, check_class, in_memory_order, is_description, moved, restored
 from zero.optimizer.stepped import SteppedPiece, SteppedSubGroup
 from zero.optimizer.stepping import goes_by_element
-from zero.optimizer.wrapped_state import SHAPE, check_class, is_description, restored
 from zero.sharding.layout import ParameterSpec
 from zero.tiers.values import changing
 

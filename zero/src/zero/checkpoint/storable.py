@@ -14,9 +14,8 @@ from zero.config.training import Config
 from zero.errors import OptimizerError, StateError, UsageError
 from zero.files.dtypes import name_of
 from zero.loading.together import Together
-from zero.optimizer.piece_state import is_elementwise
+from zero.optimizer.piece_state import described, inner_tensors, is_elementwise, is_wrapper
 from zero.optimizer.state_size import first_states
-from zero.optimizer.wrapped_state import described, inner_tensors, is_wrapper
 from zero.tiers.values import Stored
 
 

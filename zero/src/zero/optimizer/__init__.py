@@ -6,8 +6,7 @@ joint                   several optimizers as one
 lion, kernel_rules      which optimizers a kernel serves, and with what state; Lion, which torch lacks
 routes                  which rank steps a whole parameter, and what travels there and back
 stepping, checks        how each parameter is stepped; which optimizers are accepted
-wrapped_state           state that wraps other tensors: described, and restored
-piece_state, state_size what an optimizer keeps for a piece, and how much
+piece_state, state_size what an optimizer keeps for a piece, wrappers of tensors included; and how much
 stepped, pieces         the sub-groups with this rank's pieces; pieces as tensors; where blocks are
 installed               what the user's optimizer object holds: pieces, and views of their state
 group_step              one sub-group's step by a kernel

@@ -17,10 +17,9 @@ from torch import Tensor
 from accelz import Group
 from accelz.dynamic_map import BLOCK
 from zero.files.dtypes import TORCH, name_of
-from zero.optimizer.piece_state import in_memory_order, is_elementwise
+from zero.optimizer.piece_state import in_memory_order, inner_tensors, is_elementwise, is_wrapper
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
 from zero.optimizer.stepped import SteppedPiece
-from zero.optimizer.wrapped_state import inner_tensors, is_wrapper
 from zero.sharding.distributed import block_of
 from zero.sharding.flat_group import FlatGroup
 from zero.sharding.sharded_unit import ShardedUnit
