@@ -25,7 +25,7 @@ from accelz_cpu.memory import ProcessMemory
 from . import forked
 from .fake_distribution import check, good, install
 from .liars.rounds import ROUNDS, SIM_ROUNDS
-from .liars.told import LIAR
+from .liars.told import BRIEFLY, LIAR
 
 pytestmark = pytest.mark.slow  # starts programs
 
@@ -390,6 +390,7 @@ def test_a_leak_of_the_allocator_is_blamed_on_no_role(monkeypatch: pytest.Monkey
 
         return wrapper
 
+    monkeypatch.setattr("accelz.conformance.test_leaks.SETTLE_SECONDS", BRIEFLY)
     for name in ("full", "empty"):
         monkeypatch.setattr(torch, name, counted(getattr(torch, name)))
     accelerator = build()
