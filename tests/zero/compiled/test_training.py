@@ -95,7 +95,10 @@ TOGETHER = (
     ("plain", "held", "offloaded"),
     ("placed by measurement",),
 )
-"""Each of these settings, most with others: what trains on a device, after each by itself on the host."""
+"""Each of these settings, most with others that go other ways through the engine."""
+
+BESIDE = (("bf16",),)
+"""What the host trains with besides: slices of 16 bits that graphs gather, which stage 2 does not."""
 
 ALONE = (("bf16", "offloaded"), ("autocast", "checkpointed"), ("lengths", "accumulated locally"))
 """What one rank alone trains with, where all units are resident and nothing travels."""
@@ -105,7 +108,7 @@ def same_bits_body(context: Context) -> dict[str, bool]:
     """Where placement is measured the kernels of host and device may take turns at other units. A device may
     have other backwards under autocast in graphs than in eager torch, without an engine too."""
     near = {"placed by measurement": STEPS}  # losses to compare
-    groups: Sequence[Sequence[str]] = ALONE if context.size == 1 else [(name,) for name in SAME_BITS]
+    groups: Sequence[Sequence[str]] = ALONE if context.size == 1 else (*TOGETHER, *BESIDE)
     if context.accelerator.device.type != "cpu":
         near["autocast"], groups = 1, TOGETHER
     found = {}
