@@ -242,6 +242,7 @@ OPERATORS = (
     Operator("torch.relu", "", torch.relu, floats((5, 7))),
     Operator("torch.sigmoid", "", torch.sigmoid, floats((5, 7))),
     Operator("torch.tanh", "", torch.tanh, floats((5, 7))),
+    Operator("torch.abs", "", torch.abs, floats((5, 7))),
     Operator("torch.exp", "", torch.exp, floats((5, 7))),
     Operator("torch.log", "", torch.log, positive((5, 7))),
     Operator("torch.rsqrt", "", torch.rsqrt, positive((5, 7))),
