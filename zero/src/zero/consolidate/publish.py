@@ -3,10 +3,10 @@
 The files are written to `.NAME.zero-weights` beside it. Its file `plan` identifies what the run was to write:
 a later run with the same plan keeps the files that are finished, any other starts over.
 
-Where directories cannot be renamed (see `files.in_place`) or exchanged, the files move one by one, those last
-by which weights are found; what they replace waits in `.NAME.zero-replaced`, from where an error brings it
-back. So they do for an output *among others*, which is written into a directory that may hold anything
-besides and stays the same one, as processes may stand or write in it.
+Where directories cannot be renamed (see `files.in_place`), the files move one by one, those last by which
+weights are found; what they replace waits in `.NAME.zero-replaced`, from where an error brings it back. So
+they do for an output *among others*, which is written into a directory that may hold anything besides and
+stays the same one, as processes may stand or write in it.
 """
 
 from __future__ import annotations
@@ -61,6 +61,9 @@ class Staging:
         """Make the directory, or continue with that of a killed run that had the same plan."""
         storage = self._storage
         self._made = storage.make_directories(self.out.parent)
+        old = hidden(self.out, "replaced")
+        if storage.exists(old) and not storage.exists(self.out):
+            storage.rename(old, self.out)  # a run was killed between two renames
         self._check_free()
         if storage.exists(self.path):
             self._claim()
@@ -110,16 +113,26 @@ class Staging:
         storage.sync_directory(self.path)
 
     def _take_name(self) -> bool:
-        """Returns False, with all as before, where the system cannot rename or exchange directories."""
-        storage = self._storage
+        """Returns False, with all as before, where directories cannot be renamed."""
+        storage, old = self._storage, hidden(self.out, "replaced")
         self._keep_others()
         if not storage.exists(self.out) or not storage.names(self.out):
             return in_place.rename(storage, self.path, self.out)
-        if not storage.exchange(self.path, self.out):
+        if storage.exchange(self.path, self.out):
+            storage.sync_directory(self.out.parent)
+            self._discard(self.path)
+            return True
+        if not in_place.rename(storage, self.out, old):
             return False
-        storage.sync_directory(self.out.parent)
-        self._discard(self.path)
-        return True
+        renamed = False
+        try:
+            renamed = in_place.rename(storage, self.path, self.out)
+        finally:
+            if not renamed:
+                storage.rename(old, self.out)
+        if renamed:
+            self._discard(old)
+        return renamed
 
     def _exchange_files(self) -> None:
         """Move everything into OUT, and what it replaces out of it, which comes back after an error."""
