@@ -251,7 +251,7 @@ def broken_disk_body(context: Context, path: str) -> list[str]:
     write it."""
     model, told = Late(), []
     offload = zero.Offload(gradients="disk", path=path)
-    config = zero.Config(stage=2, timeout=5, gradient_accumulation_steps=None, offload=offload)
+    config = zero.Config(stage=2, timeout=20, gradient_accumulation_steps=None, offload=offload)
     engine = zero.initialize(model, adamw(model), config)
 
     def backward(number: int) -> Bits:
