@@ -1,7 +1,7 @@
 """Fail if the documentation links to what is not there, or names a file of the project that is not there.
 
 Links are followed to files and to headings within them. In the documents for contributors, names in
-backquotes that look like files or folders of the project (`tiers/record.py`, `test_parity.py`, `zero/tiers/`)
+backquotes that look like files or folders of the project (`tiers/tier.py`, `test_parity.py`, `zero/tiers/`)
 have to be the end of the path of at least one.
 
 Run as `python -m scripts.lint_links`, in the project's root.

@@ -68,7 +68,7 @@ class Package:
         usual = root.replace("_", "-")
         named = metadata.packages_distributions().get(root, [])
         if named or not root or find_spec(root) is None:
-            return named[0] if named else usual
+            return named[0] if len(set(named)) == 1 else usual  # several share a namespace
         return usual if any(metadata.distributions(name=usual)) else ""
 
 

@@ -236,7 +236,7 @@ def test_trained_parameters_made_of_others_are_refused() -> None:
     model = nn.Linear(3, 3)
     model.weight = nn.Parameter(TwoTensor(torch.ones(3, 3), torch.ones(3, 3)))
     with pytest.raises(zero.ModelError, match=r"'weight' is a TwoTensor, of which .*: freeze it"):
-        check_model(model)
+        check_model(model, torch.device("cpu"))
 
 
 @pytest.mark.slow

@@ -86,6 +86,11 @@ class FlatBuffer:
     def materialized(self) -> bool:
         return self._storage.nbytes() == self.nbytes
 
+    @property
+    def held_bytes(self) -> int:
+        """How many bytes of memory it has now."""
+        return self.nbytes if self.materialized else 0
+
     def materialize(self) -> None:
         """Bring the bytes back, content undefined. Write to them through `data`."""
         if not self.materialized:
@@ -113,6 +118,10 @@ class KeptBuffer(FlatBuffer):
     @property
     def materialized(self) -> bool:
         return not self._released
+
+    @property
+    def held_bytes(self) -> int:
+        return self.nbytes
 
     def materialize(self) -> None:
         self._released = False
@@ -164,7 +173,10 @@ def _swap_innards(parameter: nn.Parameter, value: Tensor) -> None:
 
 
 class FlatBufferStrategy(ABC):
-    """How a device turns parameters into views of a flat buffer."""
+    """How a device turns parameters into views of a flat buffer.
+
+    buffer_type: the class of its buffers, of which `empty_like` makes more.
+    """
 
     buffer_type: type[FlatBuffer] = FlatBuffer
 
@@ -214,7 +226,7 @@ class StorageSwap(FlatBufferStrategy):
             parameter.data = parameter.data.to(HOST)
         data = torch.empty(numel, dtype=dtype, device=self.device)
         _zero_gaps(data, slots)
-        buffer = FlatBuffer(data, parameters, slots)
+        buffer = self.buffer_type(data, parameters, slots)
         for parameter, view in zip(parameters, buffer.views, strict=True):
             _copy(view, parameter.data)
             rebind(parameter, view)

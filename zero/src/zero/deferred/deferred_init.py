@@ -65,6 +65,7 @@ def init(config: Config | None = None) -> AbstractContextManager[None]:
     with `zero.initialize`; only its type is checked. When the block ends, buffers and other tensors have
     their values, and so do parameters that share memory with one of them. DTensors that are made in the block
     without communication, `distribute_tensor(..., src_data_rank=None)`, get their blocks of these values.
+    Where the device's storages cannot be resized, the model is to be built on the host.
     """
     if config is not None and not isinstance(config, Config):
         raise ConfigError(f"expected a zero.Config, got {type(config).__name__}; write zero.Config(...)")

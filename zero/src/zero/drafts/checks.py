@@ -43,12 +43,15 @@ from zero.sharding.guard import LOST, NAME_ATTRIBUTE, ShardedParameter, is_lost
 from zero.sharding.local import apart_of
 from zero.warning import warn
 
+META = torch.device("meta")
 
-def check_model(model: nn.Module, shapes_only: bool = False) -> None:
-    """Raise ModelError if the model cannot be sharded. Changes nothing.
 
-    shapes_only: the model need not have values, and may be on the meta device.
+def check_model(model: nn.Module, device: torch.device) -> None:
+    """Raise ModelError if the model cannot be sharded on a device. Changes nothing.
+
+    On the meta device, for plans and tests of large meshes, a model need not have values.
     """
+    shapes_only = device == META
     if not isinstance(model, nn.Module):
         raise ModelError(f"expected a torch.nn.Module, got {type(model).__name__}")
     if isinstance(model, (DataParallel, DistributedDataParallel)):
@@ -142,16 +145,17 @@ def check_compilation(config: Config, accelerator: Accelerator) -> None:
 
 
 def check_flat_buffers(accelerator: Accelerator, rank: int) -> None:
-    """Raise ConfigError if the device cannot drop the bytes of flat buffers and bring them back.
+    """Raise ConfigError if the device cannot drop the bytes of flat buffers and bring them back, unless its
+    buffers say that they keep them.
 
     A device that does not declare storage_resize may have flat buffers of another kind, so it is tried, on
-    one element. Warns of those that keep their bytes. Changes nothing.
+    one element. Warns of such as keep them. Changes nothing.
     """
     if accelerator.capabilities.storage_resize:
         return
     cannot = (
         f"the device {accelerator.name!r} does not declare storage_resize, and cannot drop the bytes of a "
-        "flat buffer, which every stage needs"
+        "flat buffer; its backend must bring flat buffers of its own, or accelz.CopyAndKeep"
     )
     try:
         buffer = accelerator.flat_buffers.flatten([], [], 1, torch.float32)
@@ -161,7 +165,7 @@ def check_flat_buffers(accelerator: Accelerator, rank: int) -> None:
     except (AccelzError, RuntimeError) as error:
         raise ConfigError(f"{cannot}: {error}") from error
     if not (released and buffer.materialized):
-        raise ConfigError(f"{cannot}; its backend must bring flat buffers of its own, or accelz.CopyAndKeep")
+        raise ConfigError(cannot)
     if isinstance(buffer, KeptBuffer):
         warn(
             f"the device {accelerator.name!r} does not declare storage_resize: whole parameters and "

@@ -286,6 +286,7 @@ class GroupGradients:
         """Bytes of the device in use; a slice that lives in a whole buffer counts as that."""
         wholes = (self.whole, self._unreduced, self._under_slice)
         held = sum(whole.nbytes for whole in wholes if whole is not None)
+        held += sum(released.held_bytes for released in self._buffers.values())
         before = self._slice_before
         held += 0 if before is None or before.device != self._accelerator.device else before.nbytes
         return held + (self.slice.device_bytes() if self._under_slice is None else 0)

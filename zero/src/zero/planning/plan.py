@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from zero.communication.grid import Grid
 from zero.config.training import Config, dtype_named
 from zero.drafts.arrangement import arrangement
-from zero.drafts.checks import check_model
+from zero.drafts.checks import META, check_model
 from zero.drafts.preparation import prepare, settings
 from zero.drafts.unit_drafts import UnitDraft, draft_units
 from zero.errors import ConfigError, UsageError
@@ -101,7 +101,7 @@ def plan(
     grid = _grid(config, ranks, mesh, data_dims, shard_dims)
     if autocast not in (None, *AUTOCAST):
         raise UsageError(f"autocast must be {', '.join(map(str, AUTOCAST))} or None, got {autocast!r}")
-    check_model(model, shapes_only=True)
+    check_model(model, META)
     _check_dtypes(model, config)
     prepared = prepare(model, optimizer, config, for_graphs=False, has_mesh=grid.told)
     moments = moments_of(prepared.optimizer, dtype_named(config.precision))

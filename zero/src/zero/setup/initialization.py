@@ -91,7 +91,7 @@ def initialize(
     config, model = settings(config), as_model(model)
     arranged = arrangement(process_group, mesh, data_dims, shard_dims, config)
     accelerator = accelz.current()
-    check_model(model, shapes_only=accelerator.device.type == "meta")  # where a rank is played
+    check_model(model, accelerator.device)
     check_movable(model, accelerator.device)
     dims = None if arranged is None else arranged.grid.names
     lines = None if arranged is None else {arranged.along((dim,)): dim for dim in arranged.grid.names}

@@ -45,7 +45,10 @@ class Binding:
             rebind(self.buffer.parameters[index], self.buffer.views[index])
 
     def check_fits(self, index: int, shape_only: bool = False) -> None:
-        """Raise ModelError if the values that a parameter was given have another shape, dtype or device."""
+        """Raise ModelError if the values that a parameter was given have another shape, dtype or device.
+
+        shape_only: only for another shape.
+        """
         values, view = self._both(index)
         if values.shape != view.shape if shape_only else not self._fits(index):
             raise reshaped(self._names[index], view, values)

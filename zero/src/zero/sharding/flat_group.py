@@ -218,7 +218,7 @@ class FlatGroup:
     def held(self) -> DeviceBytes:
         """Return the bytes of the device in use for the group."""
         buffers = [self.home, *self._converted.values(), *([self._private] if self._private else [])]
-        whole = sum(b.data.untyped_storage().nbytes() for b in buffers)
+        whole = sum(buffer.held_bytes for buffer in buffers)
         whole += sum(quantised.nbytes for quantised in self._travelling.values())
         device = self._accelerator.device
         record = sum(sub.record.bytes_on(device, sub.shard) for sub in self.subs)

@@ -4,7 +4,8 @@ The program holds the engine, the model and the optimizer. The engine holds its 
 the model's modules, which go on gathering when the program has only the model left. A part that held a
 module, or what holds the part, would close a cycle: gigabytes would stay until Python happens to collect
 garbage. So parts have weak references to modules (`ModelRef`) and call what is above them through `weakly`.
-Nothing of the model's or the optimizer's holds what steps the optimizer.
+Nothing of the model's or the optimizer's holds what steps the optimizer. What the model's hooks and
+parameters lead to is `Uncopied`: a copy of the model would have a second engine's parts.
 
 `tests/zero/engine/test_freed.py` guards this.
 """
