@@ -305,32 +305,40 @@ class Fixed(Storage):
 def test_where_directories_cannot_be_renamed(
     tmp_path: Path, checkpoint: Path, model: saved.State, there: str
 ) -> None:
-    """The files move one by one. An error meanwhile leaves what was there."""
-    out, kept = tmp_path / "out", set[str]()
+    """The files move one by one. An error meanwhile leaves what the same call completes."""
+    out, storage = tmp_path / "out", Fixed()
     if there != "nothing":
         out.mkdir()
     if there == "a model":
         run(checkpoint, out, Options(dtype="bf16", max_shard_size=SHARD // 2))
         (out / "config.json").write_text("{}")
         (out / "pytorch_model.bin").write_text("old weights")
-        kept = {"config.json"}
     options = Options(max_shard_size=SHARD, overwrite=there == "a model")
-    before = {p.name: p.read_bytes() for p in out.iterdir()} if out.exists() else None
-    renames = len(before or ()) + TENSORS + 1 + len(kept)
-    for at in range(1, renames + 1):
-        with pytest.raises(
-            zero.CheckpointError, match=r"out could not be written: .*nothing was left behind"
-        ):
+    left = {"config.json"} if there == "a model" else set()
+    run(checkpoint, tmp_path / "count", options, storage)
+    assert saved.same(saved.read(tmp_path / "count"), model)
+    assert storage.renames == TENSORS + 1
+    for at in range(1, storage.renames + 1):
+        with pytest.raises(zero.CheckpointError, match=r"out is written in part: .*the same call goes on"):
             run(checkpoint, out, options, Fixed(at))
-        assert ({p.name: p.read_bytes() for p in out.iterdir()} if out.exists() else None) == before
-        assert not [n for n in os.listdir(tmp_path) if n.startswith(".out")]
-    storage = Fixed()
-    run(checkpoint, out, options, storage)
-    assert storage.renames == renames
+        assert not list(out.glob("*.json")) or left
+        assert not (out / "model.safetensors.index.json").exists()
+    run(checkpoint, out, options, Fixed())
     assert saved.same(saved.read(out), model)
     assert len(saved.weight_map(out)) == TENSORS
-    assert set(os.listdir(out)) == {*saved.weight_map(out).values(), "model.safetensors.index.json", *kept}
+    files = {*saved.weight_map(out).values(), "model.safetensors.index.json", *left}
+    assert set(os.listdir(out)) == files
     assert not [n for n in os.listdir(tmp_path) if n.startswith(".out")]
+
+
+def test_what_is_written_in_part_is_no_other_outputs(tmp_path: Path, checkpoint: Path) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(zero.CheckpointError, match="written in part"):
+        run(checkpoint, out, None, Fixed(2))
+    with pytest.raises(zero.CheckpointError, match="exists and holds"):
+        run(checkpoint, out, Options(dtype="bf16", max_shard_size=SHARD))
+    run(checkpoint, out)
+    assert len(saved.weight_map(out)) == TENSORS
 
 
 def test_checkpoints_too_where_directories_cannot_be_renamed(

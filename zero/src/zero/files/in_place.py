@@ -62,6 +62,18 @@ def publish(storage: Storage, staging: Path, path: Path, manifest: bytes, names:
     storage.rename(fresh, path / MANIFEST)
 
 
+def move(storage: Storage, old: Path, new: Path) -> None:
+    """Move a file, or a directory's files, each over one of its name. What was a directory stays, empty."""
+    if not storage.is_directory(old) or storage.is_link(old):
+        storage.rename(old, new)
+        return
+    if not storage.exists(new):
+        storage.make_directory(new)
+    for name in storage.names(old):
+        move(storage, old / name, new / name)
+    storage.sync_directory(new)
+
+
 def remove_strays(storage: Storage, path: Path) -> None:
     """Remove what no manifest names, after a publication that has ended or failed, and an empty directory."""
     if not storage.is_directory(path) or storage.is_link(path):
