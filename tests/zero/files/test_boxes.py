@@ -11,8 +11,9 @@ import torch
 from tests.zero.helpers import saved, synthetic
 from zero.consolidate import Options, consolidate, open_source
 from zero.files.boxes import Block, Region
+from zero.sources.assembled import assembled
 from zero.sources.record_source import RecordSource
-from zero.sources.source import Fragment, TensorInfo, assembled
+from zero.sources.source import Fragment
 
 SHAPE = (3, 4, 5, 2)
 
@@ -28,9 +29,9 @@ def test_chunks_are_the_whole_tensor_in_order(order: tuple[int, ...], limit: int
     def read(_: None, start: int, into: memoryview) -> None:
         into[:] = in_memory[4 * start : 4 * start + into.nbytes]
 
-    whole, info = bytearray(), TensorInfo("w", SHAPE, "I32", "I32", "parameter")
+    whole = bytearray()
     blocks = [Block(None, Region.whole(SHAPE), tuple(tensor.stride()))]
-    for chunk in assembled(0, info, blocks, read, 3 * 4 * limit, gap=0):
+    for chunk in assembled(0, SHAPE, blocks, read, 4, 3 * 4 * limit, gap=0):
         assert chunk.nbytes <= 4 * limit
         assert chunk.pieces == (Fragment(0, len(whole) // 4, chunk.nbytes // 4, 0),)
         whole += chunk.read(memoryview(bytearray(4 * limit)))

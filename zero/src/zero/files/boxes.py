@@ -28,7 +28,7 @@ class Run(NamedTuple):
 
 
 Runs = tuple[tuple[Run, ...], ...]  # by dimension
-Key = TypeVar("Key")
+Stored = TypeVar("Stored")
 
 
 class _HasRuns(Protocol):
@@ -102,11 +102,11 @@ def _overlaps(mine: Sequence[Run], low: int, size: int, others: Sequence[Run]) -
     return found
 
 
-class Block(NamedTuple, Generic[Key]):
+class Block(NamedTuple, Generic[Stored]):
     """A stored tensor that is a region of another, or all of it. key: of the stored one. stride: its own, in
     elements; None where its memory order is row-major."""
 
-    key: Key
+    key: Stored
     region: Region
     stride: tuple[int, ...] | None
 
@@ -198,8 +198,8 @@ def span(sizes: tuple[int, ...], stride: tuple[int, ...]) -> int:
 
 
 def read_region(
-    read: Callable[[Key, int, memoryview], None],
-    blocks: Iterable[Block[Key]],
+    read: Callable[[Stored, int, memoryview], None],
+    blocks: Iterable[Block[Stored]],
     region: Region,
     stride: tuple[int, ...] | None,
     item: int,

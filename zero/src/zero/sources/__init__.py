@@ -3,6 +3,7 @@
 Modules, lowest first:
 
 source                  the interface
+assembled               tensors put together from blocks
 crc                     checksums of stretches, combined
 bounded_unpickler, inert_pickle
                         pickles, read in bounded work and without running anything

@@ -23,6 +23,7 @@ from zero.sources.inert_pickle import DTYPES, TENSORS, StoredTensor, shape_of, s
 from zero.sources.record_source import Key, RecordSource, StoredBox
 from zero.sources.source import TensorInfo
 from zero.sources.torch_file import TorchFile
+from zero.sources.zip_directory import FileRecord
 
 METADATA = ".metadata"
 _CLASSES = """
@@ -74,13 +75,17 @@ class DcpSource(RecordSource):
         self.left_out = tuple(name for name in described if name not in tensors)
         self.tensors = tuple(self._info(name, entry) for name, entry in tensors.items())
         places = self._places_of(metadata["storage_data"])
-        for path in (self.path / METADATA, *sorted({place.path for place in places.values()})):
-            self.add_file(path, [])
-        for index, (info, entry) in enumerate(zip(self.tensors, tensors.values(), strict=True)):
+        parts = []
+        for info, entry in zip(self.tensors, tensors.values(), strict=True):
             chunks = self._chunks_of(info, entry, places)
-            parts = [self._part(info, box, place) for box, place in chunks if box.numel]
-            self.add_records(part.key for part in parts)
-            self.place_parts(index, parts)
+            parts.append([self._part(info, box, place) for box, place in chunks if box.numel])
+        records: dict[Path, list[FileRecord]] = {self.path / METADATA: []}
+        for key in (part.key for several in parts for part in several):
+            records.setdefault(key.path, []).append(key.record)
+        for path, held in records.items():
+            self.add_file(path, held)
+        for index, several in enumerate(parts):
+            self.place_parts(index, several)
 
     def _metadata(self) -> Mapping[str, Any]:
         path = self.path / METADATA

@@ -17,8 +17,9 @@ from zero.files.boxes import Block, Box, Region, count_stretches, stretches
 from zero.files.manifest import is_row_major
 from zero.files.storage import DISK, File
 from zero.sources import crc
+from zero.sources.assembled import assembled
 from zero.sources.inert_pickle import StoredTensor
-from zero.sources.source import Chunk, Fragment, Source, assembled
+from zero.sources.source import Chunk, Fragment, Source
 from zero.sources.torch_file import TorchFile
 from zero.sources.zip_directory import FileRecord
 
@@ -70,7 +71,8 @@ class RecordSource(Source):
         self._open: dict[Path, File] = {}
         self._records: dict[Key, None] = {}
         self._places: dict[Key, list[Place]] = {}
-        self._blocks: dict[int, list[Block[StoredBox]]] = {}  # of tensors that are put together from them
+        # Of tensors that are put together from blocks. The shape is that which they make up.
+        self._blocks: dict[int, tuple[tuple[int, ...], list[Block[StoredBox]]]] = {}
         self._found: dict[Key, dict[int, tuple[int, int]]] = {}  # length and CRC of each chunk, by its offset
         self._lock = threading.Lock()
         try:
@@ -140,14 +142,15 @@ class RecordSource(Source):
             raise CorruptCheckpointError(f"{file.path}: a part of a tensor is not row-major")
         else:
             whole = Box((0,) * len(values.shape), values.shape)
-            self._assemble(tensor, [StoredBox(whole, values.stride, Key(file.path, record), offset)])
+            part = StoredBox(whole, values.stride, Key(file.path, record), offset)
+            self._assemble(tensor, values.shape, [part])
 
     def place_parts(self, tensor: int, parts: Sequence[StoredBox]) -> None:
         """Register that a tensor consists of parts, which together are all of it."""
         shape = self.tensors[tensor].shape
         few = all(count_stretches(part.box, shape) <= _MOST_STRETCHES for part in parts)
         if not few or not all(is_row_major(part.box.sizes, part.stride) for part in parts):
-            self._assemble(tensor, parts)
+            self._assemble(tensor, shape, parts)
             return
         for part in parts:
             offset = part.offset
@@ -155,16 +158,18 @@ class RecordSource(Source):
                 self.place_stretch(tensor, *part.key, start, length, offset)
                 offset += length * self.tensors[tensor].item_bytes
 
-    def _assemble(self, tensor: int, parts: Sequence[StoredBox]) -> None:
-        self._blocks[tensor] = [Block(part, Region(part.box.runs), part.stride) for part in parts]
+    def _assemble(self, tensor: int, shape: tuple[int, ...], parts: Sequence[StoredBox]) -> None:
+        blocks = [Block(part, Region(part.box.runs), part.stride) for part in parts]
+        self._blocks[tensor] = shape, blocks
 
     def chunks(self, wanted: Collection[int], limit: int) -> Iterator[Chunk]:
         divided = [tensor for tensor in self._blocks if tensor in wanted]
         for tensor in divided:
-            info = self.tensors[tensor]
-            read = partial(self._read_part, info.item_bytes)
-            yield from assembled(tensor, info, self._blocks[tensor], read, limit, gap=0)
-        again = {block.key.key for tensor in divided for block in self._blocks[tensor]}  # for checksums
+            item = self.tensors[tensor].item_bytes
+            yield from assembled(
+                tensor, *self._blocks[tensor], partial(self._read_part, item), item, limit, gap=0
+            )
+        again = {block.key.key for tensor in divided for block in self._blocks[tensor][1]}  # for checksums
         for key in self._records:
             places = [place for place in self._places.get(key, ()) if place.tensor in wanted]
             if places or key in again:
@@ -241,7 +246,7 @@ class RecordSource(Source):
         held = [self.tensors[place.tensor].name for place in self._places.get(key, ())]
         held += [
             self.tensors[t].name
-            for t, blocks in self._blocks.items()
+            for t, (_, blocks) in self._blocks.items()
             if any(b.key.key == key for b in blocks)
         ]
         if not held:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
 
-from zero.files.boxes import Block, Key, Region, Run, read_region, row_major
 from zero.files.manifest import Sized
 
 TensorKind = Literal["parameter", "frozen", "buffer", "state"]  # state: of the optimizer
@@ -56,38 +53,6 @@ class Chunk:
     nbytes: int
     read: Callable[[memoryview], memoryview]
     pieces: tuple[Fragment, ...] = ()
-
-
-def assembled(
-    tensor: int,
-    info: Sized,
-    blocks: Collection[Block[Key]],
-    read: Callable[[Key, int, memoryview], None],
-    limit: int,
-    gap: int,
-) -> Iterator[Chunk]:
-    """Chunks of a tensor that is stored in blocks, or in another memory order: see `read_region`."""
-    rows = math.prod(info.shape[1:])
-
-    def elements(start: int, nbytes: int, pages: memoryview) -> memoryview:
-        values, last = pages[:nbytes], start + nbytes // info.item_bytes - 1
-        near = [
-            b for b in blocks if not b.region.runs or _meets(b.region.runs[0], start // rows, last // rows)
-        ]
-        read_region(read, near, Region.whole(info.shape), None, info.item_bytes, start, values, gap)
-        return values
-
-    most = max(1, limit // 3 // info.item_bytes)  # three copies exist at once
-    inner = next((size for size in row_major(info.shape) if 0 < size <= most), 1)
-    step = most // inner * inner  # whole rows: parts of them may lie far apart
-    for start in range(0, info.numel, step):
-        count = min(step, info.numel - start)
-        nbytes = count * info.item_bytes
-        yield Chunk(nbytes, partial(elements, start, nbytes), (Fragment(tensor, start, count, 0),))
-
-
-def _meets(runs: Sequence[Run], first: int, last: int) -> bool:
-    return any(begin <= last and first < begin + length for begin, length in runs)
 
 
 class Source(ABC):

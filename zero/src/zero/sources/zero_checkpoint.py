@@ -19,7 +19,8 @@ from zero.files.manifest import (
     state_key,
 )
 from zero.files.reader import Checkpoint, find
-from zero.sources.source import Chunk, Fragment, Source, TensorInfo, TensorKind, assembled
+from zero.sources.assembled import assembled
+from zero.sources.source import Chunk, Fragment, Source, TensorInfo, TensorKind
 
 
 class ZeroSource(Source):
@@ -94,7 +95,9 @@ class ZeroSource(Source):
                 yield from self._slice(index, key, entry, piece, limit)
             return
         blocks = blocks_of(key, entry)
-        yield from assembled(index, entry, blocks, self.checkpoint.read, limit, gap=CHECKSUM_BLOCK)
+        yield from assembled(
+            index, entry.shape, blocks, self.checkpoint.read, entry.item_bytes, limit, gap=CHECKSUM_BLOCK
+        )
 
     def _slice(
         self, index: int | None, key: str, entry: TensorEntry, piece: Slice, limit: int
