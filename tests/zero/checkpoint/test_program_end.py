@@ -19,16 +19,16 @@ pytestmark = [pytest.mark.slow, pytest.mark.host]  # starts programs
 
 ENDS = """
 import sys, threading, time
-from zero.checkpoint.save_messages import has_failed
+from zero.checkpoint.save_messages import program_failed
 
 def later():
     threading.main_thread().join()
-    print(has_failed())
+    print(program_failed())
 
 try:
     raise KeyError
 except KeyError:
-    print(has_failed())
+    print(program_failed())
 threading.Thread(target=later).start()
 """
 
@@ -36,7 +36,7 @@ threading.Thread(target=later).start()
 @pytest.mark.parametrize(
     ("end", "failed"), [("raise ValueError", True), ("sys.exit(1)", False), ("pass", False)]
 )
-def test_a_program_has_failed_after_an_exception_that_nothing_caught(end: str, failed: bool) -> None:
+def test_a_program_failed_after_an_exception_that_nothing_caught(end: str, failed: bool) -> None:
     done = subprocess.run(
         [sys.executable, "-c", ENDS + end], capture_output=True, text=True, timeout=60, check=False
     )
@@ -46,7 +46,7 @@ def test_a_program_has_failed_after_an_exception_that_nothing_caught(end: str, f
 def failed_program(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("zero.checkpoint.save_messages.JOIN_SECONDS", 0.2)
     for module in ("save_messages", "save_job"):
-        patch.setattr(f"zero.checkpoint.{module}.has_failed", lambda: True)
+        patch.setattr(f"zero.checkpoint.{module}.program_failed", lambda: True)
 
 
 def not_joined_body(context: Context, runs: str) -> str:

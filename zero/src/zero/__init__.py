@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from zero.version import __version__ as __version__
     from zero.whole.gathered import gathered
 
-_HOME = {  # where each public name lives that is no error; imported at its first use
+_HOME = {  # where each public name lives that is not in zero.errors; imported at its first use
     "Compile": "config.compilation",
     "Config": "config.training",
     "EMA": "average",

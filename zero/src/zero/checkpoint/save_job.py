@@ -18,7 +18,7 @@ from torch import Tensor
 from accelz import Accelerator
 from zero.checkpoint.engine_state import RankState
 from zero.checkpoint.rank_file import write_rank_file
-from zero.checkpoint.save_messages import SaveMessages, has_failed
+from zero.checkpoint.save_messages import SaveMessages, program_failed
 from zero.checkpoint.save_start import LAST, PART, take_leave
 from zero.errors import CheckpointError, CommunicationError
 from zero.files.manifest_assembly import assemble
@@ -130,11 +130,11 @@ class RankSave:
         if mine[:1] == [CommunicationError.__name__]:
             return mine  # rank 0 is gone
         try:
-            told: Problem = self.messages.collect("outcome", [0], LAST, give_up=has_failed)[0]
+            told: Problem = self.messages.collect("outcome", [0], LAST, give_up=program_failed)[0]
             self.shared = self.shared or not mine
             return told
         except CommunicationError as error:
-            if not has_failed():
+            if not program_failed():
                 raise CommunicationError(
                     f"{error}. This rank does not know whether the checkpoint {self.publication.path} was "
                     "published: if it is there, it is complete"

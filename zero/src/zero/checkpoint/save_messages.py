@@ -29,7 +29,7 @@ Waiting = Callable[[float], AbstractContextManager[Any]]
 """Wraps a wait for other ranks. It is called with the seconds after which the wait fails."""
 
 
-def has_failed() -> bool:
+def program_failed() -> bool:
     """Whether the main thread is gone, after an exception that nothing caught."""
     uncaught = hasattr(sys, "last_value") or hasattr(sys, "last_exc")
     return uncaught and not threading.main_thread().is_alive()
@@ -95,7 +95,9 @@ class SaveMessages:
 
     def _nobody_comes(self, ranks: Iterable[int], began: float) -> bool:
         late = time.monotonic() - began > JOIN_SECONDS
-        return late and has_failed() and not self._store.check([self._name(JOINED, rank) for rank in ranks])
+        return (
+            late and program_failed() and not self._store.check([self._name(JOINED, rank) for rank in ranks])
+        )
 
     def forget(self, topic: str, ranks: Iterable[int]) -> None:
         """Remove messages that everybody has read."""
@@ -123,7 +125,13 @@ class SaveMessages:
         self, topic: str, missing: Sequence[int], names: Mapping[int, str], seconds: float
     ) -> CommunicationError:
         gone = self._peers.ended(self._store, names)
-        how = ", whose program has failed, gave up" if has_failed() else " gave up" if gone else " timed out"
+        how = (
+            ", whose program has failed, gave up"
+            if program_failed()
+            else " gave up"
+            if gone
+            else " timed out"
+        )
         told = [gone] if gone else [self._whereabouts(missing), "every rank must call save_checkpoint"]
         ranks = ", ".join(map(str, missing))
         return CommunicationError(

@@ -99,7 +99,7 @@ class Reports:
         """For what explains a wait and must not become another one."""
         return hurried(self.group)
 
-    def log(self) -> dict[int, str]:
+    def own_log(self) -> dict[int, str]:
         """What this rank has issued last, by number."""
         return {each.number: each.text for each in tuple(self.issued)}  # others may append meanwhile
 
@@ -136,7 +136,7 @@ class Reports:
 
     def first_difference(self, others: Mapping[int, Log]) -> str:
         """Say where this rank's sequence and another's diverge; "" if they agree. others: logs by rank."""
-        log = self.log()
+        log = self.own_log()
         for other, theirs in sorted(others.items()):
             for number, text in theirs.items():
                 if log.get(number, text) != text:
@@ -146,7 +146,7 @@ class Reports:
                     )
         return ""
 
-    def first(self) -> str:
+    def first_failure(self) -> str:
         """What the first report says, whichever rank's it is; "" while there is none."""
         store = self.store
         if not store.check([f"{self.key}/first"]):
@@ -189,7 +189,7 @@ class Reports:
         if not self._published:
             self._published = True
             turn = store.add(f"{self.key}/reports", 1)
-            report = [turn, list(self.log().items()), failure and asdict(failure), self.notes]
+            report = [turn, list(self.own_log().items()), failure and asdict(failure), self.notes]
             store.set(f"{self.key}/{self.group.rank}", json.dumps(report))
             if turn == 1:
                 store.set(f"{self.key}/first", str(self.group.rank))

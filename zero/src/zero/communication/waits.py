@@ -129,7 +129,7 @@ class Waits:
             if seconds < self.patience / 4 or wait.explained:
                 continue
             try:
-                if not wait.failure and (failure := self._reports.first()):
+                if not wait.failure and (failure := self._reports.first_failure()):
                     wait.failure = wait.told = True
                     self._tell(wait, seconds, failure)
                 if seconds >= self.patience:
@@ -168,11 +168,12 @@ class Waits:
         if told:
             return "; ".join(told)
         first = self._reports.alike[0]
-        alone = first != self._group.rank
-        return f"rank {self._reports.name(first)} waits, too" if alone else "all ranks wait"
+        if first == self._group.rank:
+            return "all ranks wait"
+        return f"rank {self._reports.name(first)} waits, too"
 
     def _publish(self, number: int, place: str) -> None:
-        said = json.dumps([number, place, list(self._reports.log().items())])
+        said = json.dumps([number, place, list(self._reports.own_log().items())])
         self._reports.store.set(f"{self._key}/{self._group.rank}", said)
 
     def _read(self, ranks: Iterable[int]) -> dict[int, _Published]:

@@ -5,6 +5,7 @@ Importing this package does not import torch; `Config`, which needs it, does.
 Modules, lowest first:
 
 paths, sizes            `~` in paths; "8GiB" and back
+settings_file           settings given as a mapping or as a file
 output                  what `zero consolidate` can be asked for
 validated               settings whose errors say what to write instead of a wrong value
 compilation, offload    compiled training; where state lives between its uses

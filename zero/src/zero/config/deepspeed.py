@@ -8,7 +8,6 @@ or a schedule is left out, with a warning; `zero.integrations.deepspeed` builds 
 from __future__ import annotations
 
 import difflib
-import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from accelz import HOST
 from zero.config.offload import Offload
-from zero.config.paths import as_path
+from zero.config.settings_file import read_settings
 from zero.config.training import Config
 from zero.errors import ConfigError
 from zero.warning import warn
@@ -108,7 +107,7 @@ def from_deepspeed(source: Mapping[str, Any] | str | Path, world_size: int | Non
     configuration, for values that another program is to fill in ("auto"), for keys without a counterpart, and
     for batch sizes that do not fit each other.
     """
-    given = read(source)
+    given = read_settings(source)
     left_out = [repr(section) for section in BUILT if given.get(section)]
     config, _ = convert({key: given[key] for key in given if key not in BUILT}, world_size)
     if left_out:
@@ -204,22 +203,6 @@ class _Leaves:
             return f"expected a section, {{...}}, not {self._values[path]!r}"
         near = difflib.get_close_matches(path, self._known, n=1, cutoff=0.95)
         return f"unknown; did you mean {near[0]!r}?" if near else "no counterpart; remove it"
-
-
-def read(
-    source: Mapping[str, Any] | str | Path, what: str = "a DeepSpeed configuration"
-) -> Mapping[str, Any]:
-    """Return settings, which are given as they are or as a file. what: to call them. Raises ConfigError for
-    anything else."""
-    if isinstance(source, Mapping):
-        return source
-    try:
-        given = json.loads(as_path(source).read_text(encoding="utf-8"))
-    except (OSError, TypeError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{source} is not {what}: {error}") from error
-    if not isinstance(given, dict):
-        raise ConfigError(f"{source} is not {what}: expected a JSON object")
-    return given
 
 
 def _is_off(path: str, value: Any) -> bool:

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from zero.config.deepspeed import from_deepspeed, read
+from zero.config.deepspeed import from_deepspeed
+from zero.config.settings_file import read_settings
 from zero.config.training import Config
 from zero.errors import ConfigError
 
@@ -22,7 +23,7 @@ def config_of(source: Mapping[str, Any] | str | Path, args: Any, ranks: int) -> 
     loss are left to Trainer, which makes the optimizer and the scheduler, too. Raises ConfigError for what
     differs, and as `from_deepspeed` does.
     """
-    given = copy.deepcopy(dict(read(source)))
+    given = copy.deepcopy(dict(read_settings(source)))
     differing = _fill(given, _said(args, ranks))
     differing += _without(given, "optimizer", ("Adam", "AdamW"))
     scheduler = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))

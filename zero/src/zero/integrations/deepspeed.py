@@ -23,7 +23,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from zero.checkpoint.load import Loaded
-from zero.config.deepspeed import BUILT, BatchSizes, convert, read
+from zero.config.deepspeed import BUILT, BatchSizes, convert
+from zero.config.settings_file import read_settings
 from zero.engine import Engine
 from zero.errors import ConfigError, UsageError
 from zero.integrations.deepspeed_blocks import Parameters, build_optimizer, build_scheduler
@@ -119,7 +120,7 @@ def initialize(
         raise UsageError(f"initialize() takes no {name}=: {_ARGUMENTS.get(name, 'unknown; remove it')}")
     if model is None:
         raise UsageError("initialize() needs model=, a torch.nn.Module")
-    given = dict(read(_source(args, config)))
+    given = dict(read_settings(_source(args, config)))
     optimizer_block, scheduler_block = (given.pop(section, None) for section in BUILT)
     drop_last = given.pop("dataloader_drop_last", False)
     settings, sizes = convert(given, _ranks(process_group))

@@ -200,6 +200,7 @@ class Metrics(transformers.TrainerCallback, Observer):
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._observing is not None:
             self._observing.close()
+            self._observing = None  # which holds this callback
 
 
 _TRAINERS = ("learning_rate", "grad_norm")  # what the Trainer logs itself

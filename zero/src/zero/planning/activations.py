@@ -83,9 +83,11 @@ def _take_values(model: nn.Module, dtypes: Mapping[str, torch.dtype], tracker: _
             fake.register_hook(tracker.take_gradient)
         fakes[parameter] = fake
     for module in model.modules():
-        for tensors in (vars(module)["_parameters"], vars(module)["_buffers"]):
-            tensors |= {
-                name: fakes.get(tensor, tensor) for name, tensor in tensors.items() if tensor is not None
+        for kind in ("_parameters", "_buffers"):  # others in their place, whatever class these dicts have
+            tensors = vars(module)[kind]
+            vars(module)[kind] = {
+                name: tensor if tensor is None else fakes.get(tensor, tensor)
+                for name, tensor in tensors.items()
             }
 
 

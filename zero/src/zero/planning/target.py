@@ -18,8 +18,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from zero.config.deepspeed import from_deepspeed, read
+from zero.config.deepspeed import from_deepspeed
 from zero.config.offload import Offload
+from zero.config.settings_file import read_settings
 from zero.config.training import Config
 from zero.deferred.deferred_init import is_deferred, outlined
 from zero.errors import OptimizerError, UsageError
@@ -185,7 +186,7 @@ def _module(tree: Mapping[str, Any]) -> nn.Module:
 def settings(file: Path | None, changes: Mapping[str, Any], ranks: int) -> Config:
     """The settings in a JSON file, zero's or DeepSpeed's, with some of them changed. ranks: of the job that
     DeepSpeed's batch sizes are for. Raises ConfigError."""
-    given = {} if file is None else read(file, "a file of settings")
+    given = {} if file is None else read_settings(file, "a file of settings")
     if DEEPSPEED & given.keys():
         config = from_deepspeed(given, ranks)
         given = {name: getattr(config, name) for name in config.model_fields_set}

@@ -34,7 +34,7 @@ class TrafficPlan:
     to_copies: int
 
 
-Moved = Iterator[tuple[str, int]]
+Moves = Iterator[tuple[str, int]]
 """The way, as in `TrafficPlan`, and bytes."""
 
 
@@ -119,7 +119,7 @@ def _between_replicas(group: PlannedGroup, reductions: int, settled: bool) -> in
     return reductions * group.shard_numel * group.sent.itemsize
 
 
-def _of_parameters(group: PlannedGroup, gathers: int) -> Moved:
+def _of_parameters(group: PlannedGroup, gathers: int) -> Moves:
     """Shards that are away come for each gather, and new values go back."""
     tier = group.placement.params
     if tier.near:
@@ -132,7 +132,7 @@ def _of_parameters(group: PlannedGroup, gathers: int) -> Moved:
         yield "written", group.shard_bytes if group.trainable else 0
 
 
-def _of_gradients(group: PlannedGroup, reductions: int) -> Moved:
+def _of_gradients(group: PlannedGroup, reductions: int) -> Moves:
     """Slices leave as they are reduced, and come back where they are stepped on the device."""
     tier = group.placement.gradients
     if not group.trainable or tier.near:
@@ -145,7 +145,7 @@ def _of_gradients(group: PlannedGroup, reductions: int) -> Moved:
         yield "written", reductions * group.slice_bytes
 
 
-def _of_records(group: PlannedGroup, compact: bool) -> Moved:
+def _of_records(group: PlannedGroup, compact: bool) -> Moves:
     """Master and moments, there and back; and the weights of the records that the host has stepped."""
     for numel, tier in group.placement.optimizer:
         if tier.near:
@@ -163,7 +163,7 @@ def _of_records(group: PlannedGroup, compact: bool) -> Moved:
             yield "to_device", numel * group.dtype.itemsize
 
 
-def _of_exchange(group: PlannedGroup) -> Moved:
+def _of_exchange(group: PlannedGroup) -> Moves:
     """Whole parameters are put together on the device, wherever they are stepped."""
     whole, wide, narrow = group.whole, group.wide.itemsize, group.slice.itemsize
     if whole is not None and not all(tier.near for _, tier in group.placement.optimizer):
