@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -52,6 +54,20 @@ def test_values_come_back_by_rank_and_workers_are_reused(cluster: Clusters) -> N
     again = cluster(2).run(_place)
     assert [(r, s) for r, s, _ in first] == [(0, 2), (1, 2)]
     assert first == again, "the second run must be served by the same processes"
+
+
+def _transport_threads(context: Context, groups: int) -> int:
+    made = [torch.distributed.new_group(backend="gloo") for _ in range(groups)]
+    for group in made:
+        torch.distributed.all_reduce(torch.ones(1), group=group)
+    names = [task.joinpath("comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+    return names.count("gloo_tcp_loop")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts threads by their names in /proc")
+def test_groups_that_pile_up_in_a_worker_share_a_transport_thread(cluster: Clusters) -> None:
+    """torch's have one each, which wakes a hundred times a second."""
+    assert cluster(2).run(_transport_threads, groups=5) == [1, 1]
 
 
 @pytest.mark.parametrize(("how", "status"), [("raise", "raised"), ("die", "died"), ("hang", "hung")])

@@ -34,6 +34,7 @@ from accelz.accelerator import Accelerator
 from accelz.conformance import progress
 from accelz.conformance.contract import ContractBroken, checked, unguarded
 from accelz.conformance.grouping import alike
+from accelz.gloo.lanes import share_transport
 from accelz.patience import patience
 from accelz.ranks.group import Group
 
@@ -294,6 +295,7 @@ def _serve(
     faulthandler.register(signal.SIGUSR1, file=sys.stderr)
     os.environ |= {"LOCAL_RANK": str(rank), "ACCELZ_DEVICE": device}
     torch.set_num_threads(threads)
+    share_transport()
 
     def join() -> Context:
         accelerator = checked(selection.use(device))

@@ -31,6 +31,7 @@ from accelz.roles import direct_exchange
 from accelz.roles.collectives import Collectives
 from accelz.roles.direct_exchange import as_bytes, is_small
 
+_TORCHS = timedelta(minutes=30)  # torch's default
 SPARE_DESCRIPTORS = 16
 """File descriptors left for what opening a lane takes for a moment, and for the rest of the process."""
 
@@ -176,6 +177,21 @@ def _registered() -> str:
     name = "accelz_gloo"
     dist.Backend.register_backend(name, _make_group, extended_api=True, devices=["cpu"])
     return name
+
+
+def share_transport() -> None:
+    """Have torch's own gloo groups, too, share the process's transport thread from now on.
+
+    For processes in which groups pile up, such as workers that run thousands of tests. It patches torch.
+    """
+    plain: Any = dist.ProcessGroupGloo.__init__
+
+    def shared(
+        self: Any, store: Any, rank: int, size: int, options: Any = None, timeout: timedelta = _TORCHS
+    ) -> None:
+        plain(self, store, rank, size, _options(timeout) if options is None else options)
+
+    dist.ProcessGroupGloo.__init__ = shared  # type: ignore[assignment, method-assign]
 
 
 def _make_group(place: Any, _: Any) -> dist.ProcessGroupGloo:
