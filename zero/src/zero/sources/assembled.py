@@ -47,4 +47,5 @@ def assembled(
 def _rows(block: Block[Stored]) -> tuple[int, int]:
     """The first and the last index along the first dimension that a block may have something of, + 1."""
     runs = block.region.runs[0] if block.region.runs else (Run(0, 1),)
-    return min(run.first for run in runs), max(run.first + run.length for run in runs)
+    ends = [run.first + run.length for run in runs]
+    return min((run.first for run in runs), default=0), max(ends, default=0)  # an empty block has none
