@@ -70,7 +70,7 @@ OPERATIONS = {
     ),
     "Handle": "wait",
     "FlatBufferStrategy": "empty_like flatten share",
-    "FlatBuffer": "bind held_bytes materialize materialized release",
+    "FlatBuffer": "bind materialize materialized release",
     "Kernels": "accumulate dequantise norm_and_nonfinite origin quantise scale_cast step",
 }
 

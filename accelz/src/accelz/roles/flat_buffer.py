@@ -86,11 +86,6 @@ class FlatBuffer:
     def materialized(self) -> bool:
         return self._storage.nbytes() == self.nbytes
 
-    @property
-    def held_bytes(self) -> int:
-        """How many bytes of memory it has now."""
-        return self.nbytes if self.materialized else 0
-
     def materialize(self) -> None:
         """Bring the bytes back, content undefined. Write to them through `data`."""
         if not self.materialized:
@@ -118,10 +113,6 @@ class KeptBuffer(FlatBuffer):
     @property
     def materialized(self) -> bool:
         return not self._released
-
-    @property
-    def held_bytes(self) -> int:
-        return self.nbytes
 
     def materialize(self) -> None:
         self._released = False

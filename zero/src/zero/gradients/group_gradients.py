@@ -16,6 +16,7 @@ from zero.config.training import DTYPES, Config
 from zero.gradients.reduced_slice import ReducedSlice, added
 from zero.sharding.flat_group import FlatGroup
 from zero.sharding.sharded_unit import ShardedUnit
+from zero.tiers.device_bytes import held_bytes
 from zero.tiers.room import allocate
 from zero.tiers.stores import Stores
 from zero.tiers.values import Values, at_least_fp32
@@ -286,7 +287,7 @@ class GroupGradients:
         """Bytes of the device in use; a slice that lives in a whole buffer counts as that."""
         wholes = (self.whole, self._unreduced, self._under_slice)
         held = sum(whole.nbytes for whole in wholes if whole is not None)
-        held += sum(released.held_bytes for released in self._buffers.values())
+        held += sum(map(held_bytes, self._buffers.values()))
         before = self._slice_before
         held += 0 if before is None or before.device != self._accelerator.device else before.nbytes
         return held + (self.slice.device_bytes() if self._under_slice is None else 0)

@@ -37,7 +37,7 @@ from zero.sharding.own_codes import OwnCodes
 from zero.sharding.shard_source import ShardSource
 from zero.sharding.sub_group import SubGroup, sub_groups
 from zero.tiers.carrier import SideStreamWork
-from zero.tiers.device_bytes import DeviceBytes
+from zero.tiers.device_bytes import DeviceBytes, held_bytes
 from zero.tiers.placement import Placement
 from zero.tiers.room import allocate, room_for
 from zero.tiers.stores import Stores
@@ -218,7 +218,7 @@ class FlatGroup:
     def held(self) -> DeviceBytes:
         """Return the bytes of the device in use for the group."""
         buffers = [self.home, *self._converted.values(), *([self._private] if self._private else [])]
-        whole = sum(buffer.held_bytes for buffer in buffers)
+        whole = sum(map(held_bytes, buffers))
         whole += sum(quantised.nbytes for quantised in self._travelling.values())
         device = self._accelerator.device
         record = sum(sub.record.bytes_on(device, sub.shard) for sub in self.subs)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Literal, Protocol
 
+from accelz import FlatBuffer, KeptBuffer
+
 
 @dataclass(frozen=True)
 class DeviceBytes:
@@ -25,6 +27,11 @@ class DeviceBytes:
 
     def __add__(self, other: DeviceBytes) -> DeviceBytes:
         return DeviceBytes(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+
+def held_bytes(buffer: FlatBuffer) -> int:
+    """How many bytes of the device a flat buffer has now."""
+    return buffer.nbytes if buffer.materialized or isinstance(buffer, KeptBuffer) else 0
 
 
 PhaseName = Literal["forward", "backward", "step"]
