@@ -98,6 +98,6 @@ def _beside(timeline: Timeline) -> str:
     if timeline["exact"]:
         return ""
     return (
-        f" The device is the host: beside what is drawn, the process held {human(min(timeline['other']))}, "
-        "Python and its libraries among it. Activations and temporary bytes are by how much the process grew."
+        f" More is counted than the job's bytes on the device: beside what is drawn, {human(min(timeline['other']))}, "
+        "on the host Python and its libraries. Activations and temporary bytes are by how much the count grew."
     )
