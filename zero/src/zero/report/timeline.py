@@ -97,7 +97,8 @@ def _total(timeline: Timeline, n: int) -> int:
 def _beside(timeline: Timeline) -> str:
     if timeline["exact"]:
         return ""
+    rest = human(min(timeline["other"]))
     return (
-        f" More is counted than the job's bytes on the device: beside what is drawn, {human(min(timeline['other']))}, "
-        "on the host Python and its libraries. Activations and temporary bytes are by how much the count grew."
+        f" More than the job's bytes is counted: beside what is drawn, {rest}, on the host Python and its "
+        "libraries. Activations and temporary bytes are by how much the count grew."
     )
