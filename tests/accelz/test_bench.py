@@ -73,6 +73,7 @@ def test_nobody_has_the_device_when_ranks_start(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_device_of_its_own_has_copies_to_and_from_the_host() -> None:
+    pytest.importorskip("accelz_sim")
     shown = run("sim", *FEW)
     assert shown.exit_code == 0, shown.output
     for what in ("copy", "host to device", "device to host", "adamw", "torch reference", "of a copy"):

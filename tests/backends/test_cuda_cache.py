@@ -100,6 +100,7 @@ def test_the_folder_is_where_the_environment_says(tmp_path: Path, monkeypatch: p
 
 
 def test_a_cubin_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("cuda.bindings.nvrtc")
     first = compiler.cubin("norm", "sm_90", CubinCache(tmp_path))
     assert first[:4] == b"\x7fELF"
     monkeypatch.setattr(compiler.Toolchain, "compile", lambda *a: never())

@@ -69,7 +69,7 @@ def test_without_the_compilers_package(launcher: KernelLauncher, monkeypatch: py
 
 @pytest.mark.usefixtures("h200", "_fresh_toolchain")
 def test_without_nvrtc(launcher: KernelLauncher, monkeypatch: pytest.MonkeyPatch) -> None:
-    from cuda.bindings import nvrtc
+    nvrtc = pytest.importorskip("cuda.bindings.nvrtc")
 
     def not_found() -> None:
         raise RuntimeError("libnvrtc.so.13 not found")

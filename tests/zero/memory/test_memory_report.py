@@ -164,6 +164,7 @@ def test_gradients_made_for_the_step_are_counted(cluster: Clusters) -> None:
 
 def test_the_picture_is_over_seconds_and_adds_up() -> None:
     """Three samples, at 0, 1 and 4 seconds."""
+    pytest.importorskip("vl_convert")
     from zero.tiers.device_bytes import DeviceBytes
 
     held = DeviceBytes(parameters=50)

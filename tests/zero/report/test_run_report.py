@@ -7,6 +7,7 @@ import json
 import re
 import sys
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,14 @@ from zero.report.figures import X
 from zero.report.records import read
 from zero.report.run_report import run_page
 
+drawing = pytest.mark.skipif(
+    find_spec("vl_convert") is None, reason="the extra 'report' is not installed, as where a release is tried"
+)
+
 pytestmark = pytest.mark.host
 
 
+@drawing
 def test_a_run_becomes_a_page_that_needs_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -66,6 +72,7 @@ def test_a_run_becomes_a_page_that_needs_nothing_else(
     assert "Net, 2 M parameters · 4 ranks, rank 0 on cpu · steps 1 to 30 · 0:00:29" in text
 
 
+@drawing
 def test_pictures_have_what_the_lines_say(tmp_path: Path) -> None:
     found = figures(run_page(read(written(tmp_path))).render())
     assert series(found["Loss"]) == ["loss", "validation_loss"]
@@ -87,6 +94,7 @@ def test_pictures_have_what_the_lines_say(tmp_path: Path) -> None:
         assert any("tooltip" in each for each in encodings)
 
 
+@drawing
 def test_a_long_run_is_drawn_by_means_and_without_its_first_spike(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     lines = [{"step": n, "time": 0.0, "loss": float(n % 2), "seconds/step": 0.1} for n in range(1, 2501)]
@@ -127,6 +135,7 @@ def test_a_run_that_goes_on_or_was_resumed_is_read(tmp_path: Path) -> None:
     assert "begun 2 times" in run_page(records).facts
 
 
+@drawing
 def test_names_and_values_of_any_kind_are_drawn(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     odd: dict[str, Any] = {"step": 1, "time": 0.0, "loss": None, "acc.top[1]'s": 0.5, "</script>": 1.0}
@@ -138,6 +147,7 @@ def test_names_and_values_of_any_kind_are_drawn(tmp_path: Path) -> None:
     assert text.count("</script>") == 2
 
 
+@drawing
 def test_kinds_of_which_a_part_was_logged_are_drawn_and_only_losses_have_a_best(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     lines = [
