@@ -229,6 +229,7 @@ def contexts_body(context: Context, saved: str) -> dict[str, float]:
     warnings.simplefilter("error", UserWarning)  # torch warns of exceptions in hooks that it silences
     warnings.filterwarnings("ignore", "Anomaly Detection has been enabled")
     warnings.filterwarnings("ignore", "Set seed for")  # torch, of a device that it cannot seed
+    warnings.filterwarnings("ignore", ".* does not declare storage_resize")
     for name, switched_on in CONTEXTS.items():
         torch.manual_seed(5)
         model, device = Recomputed(saved), context.accelerator.device
