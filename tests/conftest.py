@@ -52,6 +52,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", "error::pytest.PytestUnraisableExceptionWarning")
     # Tests run side by side, and threads of torch that wait for each other spin on what others need.
     torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
+    os.environ.pop("PYTHONUNBUFFERED", None)  # with it a printed line is two writes, and ranks' lines mix
     os.environ["ZERO_TEST_LOOP"] = config.getoption("--loop")  # for tests.zero.helpers.loops
     preload(*BODIES_IMPORT)
     if config.getoption("--quick"):
