@@ -21,8 +21,11 @@ ROOT = Path(__file__).resolve().parent.parent
 SOURCES = {"zero": ROOT / "zero" / "src", "accelz": ROOT / "accelz" / "src"}
 TABLE = ROOT / "docs" / "architecture.md"
 TOOLS = {"sources", "consolidate"}
-USERS = TOOLS | {"planning", "cli", "export"}
-"""The rooms that may import those of conversion: all others are loaded by a job that only trains."""
+USERS = TOOLS | {"planning", "cli"}
+ON_SAVING = {"zero.whole.export"}
+"""What may import the rooms of conversion, rooms and a module: a job that only trains loads all others."""
+FLOORS = {"zero": 10, "accelz": 11}
+"""How many rooms may import one another in a chain."""
 LIGHT = ("zero.files", "zero.sources")
 HEAVY = {"zero.files.dtypes"}
 """All modules of these packages, except these modules, import no torch, and nothing that does."""
@@ -83,11 +86,26 @@ def misplaced(graph: dict[str, set[str]], order: list[str]) -> Iterator[str]:
                 yield f"{name} imports {other}: {used!r} is not below {room!r}"
 
 
+def too_high(graph: dict[str, set[str]], floors: int) -> Iterator[str]:
+    """The longest chain of rooms that import one another, if it is longer than the house may be high."""
+    below: dict[str, set[str]] = {}
+    for name, others in graph.items():
+        below.setdefault(_room(name), set()).update(_room(other) for other in others)
+    packages = {name.split(".")[0] for name in graph}
+    below = {room: under - packages - {room} for room, under in below.items() if room not in packages}
+    chains: dict[str, list[str]] = {}
+    for room in TopologicalSorter(below).static_order():
+        chains[room] = [room, *max((chains[other] for other in below[room]), key=len, default=[])]
+    longest = max(chains.values(), key=len)
+    if len(longest) > floors:
+        yield f"{len(longest)} floors, and there may be {floors}: " + " -> ".join(longest)
+
+
 def converting(graph: dict[str, set[str]]) -> Iterator[str]:
     """Imports of the rooms of conversion by rooms that a training job loads."""
     for name, below in sorted(graph.items()):
         for other in sorted(below):
-            if _room(other) in TOOLS and _room(name) not in USERS:
+            if _room(other) in TOOLS and _room(name) not in USERS and name not in ON_SAVING:
                 yield f"{name} imports {other}: training converts no weights"
 
 
@@ -153,8 +171,8 @@ def main() -> int:
     for package in SOURCES:
         known = modules(package)
         graph = {name: imported(path, known) - {name} for name, path in known.items()}
-        found += cycles(graph)
-        found += misplaced(graph, written_order(package))
+        wrong = [*cycles(graph), *misplaced(graph, written_order(package))]
+        found += wrong or too_high(graph, FLOORS[package])
         if package == "zero":
             found += converting(graph)
             found += heavy(graph, {name for name, path in known.items() if uses_torch(path)})

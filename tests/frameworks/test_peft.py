@@ -12,7 +12,7 @@ from torch import nn
 from accelz.conformance.cluster import Clusters
 from tests.frameworks import peft_runs as runs
 from tests.frameworks.jobs import assert_same_log, furthest
-from zero.export import added
+from zero.whole.export import added
 
 
 @pytest.mark.parametrize("kind", runs.ADAPTERS)

@@ -148,11 +148,24 @@ def test_arrows() -> None:
     assert "zero.a -> zero.b" in cycle
 
 
+def test_height() -> None:
+    graph: dict[str, set[str]] = {
+        "zero": {"zero.top"},
+        "zero.top": {"zero", "zero.middle.b", "zero.low"},
+        "zero.middle.a": {"zero.low"},
+        "zero.middle.b": {"zero.middle.a"},
+        "zero.low": set(),
+    }
+    assert list(lint_rooms.too_high(graph, 3)) == []
+    assert list(lint_rooms.too_high(graph, 2)) == ["3 floors, and there may be 2: top -> middle -> low"]
+
+
 def test_training_converts_nothing() -> None:
     graph = {
         "zero.engine": {"zero.sources.opening"},
         "zero.cli": {"zero.sources.opening"},
         "zero.consolidate.run": {"zero.sources.opening"},
+        "zero.whole.export": {"zero.consolidate.run"},
     }
     assert list(lint_rooms.converting(graph)) == [
         "zero.engine imports zero.sources.opening: training converts no weights"

@@ -12,8 +12,9 @@ from torch import Tensor
 from accelz import HOST
 from zero.errors import UsageError
 from zero.sharding.flat_group import FlatGroup
+from zero.sharding.shard_source import fetch
 from zero.sharding.sharded_unit import ShardedUnit
-from zero.tiers.values import at_least_fp32, fetch, lasting
+from zero.tiers.values import at_least_fp32, lasting
 
 if TYPE_CHECKING:
     from zero.engine import Engine

@@ -512,7 +512,7 @@ class Engine:
         Raises, on every rank and leaving nothing behind, CheckpointError if writing fails, and UsageError for
         parameters that differ by rank, are DTensors or packed, and a dtype for prompts, which PEFT computes.
         """
-        from zero import export  # what it imports, no training needs
+        from zero.whole import export  # what it imports, no training needs
 
         self._check_whole()
         request = export.Request(as_path(folder), dtype, max_shard_size, self._checkpoints.storage)

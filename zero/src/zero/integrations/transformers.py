@@ -25,12 +25,12 @@ from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 from zero.config.training import Config
 from zero.engine import Engine
 from zero.errors import CheckpointError, ConfigError
-from zero.export import has_adapter
 from zero.integrations.accelerate import ENGINE, Accelerator, use_extension
 from zero.integrations.auto_values import config_of
 from zero.integrations.trl import Following, is_sharded, teach_gathering
 from zero.observe.observation import Observing
 from zero.observe.observer import Observer, Step
+from zero.whole.export import has_adapter
 from zero.whole.gathered import gathered
 
 PRIVATE = (

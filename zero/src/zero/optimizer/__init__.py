@@ -17,4 +17,5 @@ record_streamer         records on the host that come to the device for their st
 hyper_parameters        what schedulers change
 sharded_optimizer       all of it behind the user's optimizer object
 state_offload           all state out of the device for a while
+integrity               whether an engine may go on
 """

@@ -16,8 +16,9 @@ from accelz import HOST, Group
 from zero.communication.communicator import Communicator
 from zero.files.boxes import Run
 from zero.optimizer.routes import Arrival, Routes
+from zero.sharding.shard_source import fetch
 from zero.tiers.stores import Stores
-from zero.tiers.values import Values, fetch
+from zero.tiers.values import Values
 
 
 class ParameterExchange:

@@ -25,11 +25,12 @@ from zero.optimizer.pieces import bind, shaped, show
 from zero.optimizer.stepped import StepGradients, SteppedSubGroup, Turn
 from zero.optimizer.taken_over import own_step
 from zero.ranges import in_range
+from zero.sharding.shard_source import fetch
 from zero.sharding.stand_in import PieceGradient, StandIns
 from zero.tiers.device_bytes import Tracer
 from zero.tiers.room import room_for
 from zero.tiers.stores import Stores
-from zero.tiers.values import Values, fetch
+from zero.tiers.values import Values
 from zero.tiers.weight_writer import WeightWriter
 
 

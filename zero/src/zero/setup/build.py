@@ -23,11 +23,11 @@ from zero.gradients.group_gradients import GradientPolicy
 from zero.gradients.loss_scale import LossScale
 from zero.gradients.reducer import GradientReducer
 from zero.gradients.skipped_steps import SkippedSteps
-from zero.integrity import Integrity
 from zero.memory.balance import AutoPlacementPolicy
 from zero.memory.memory_tracer import MemoryTracer
 from zero.memory.placement_policy import StaticPlacementPolicy
 from zero.optimizer.hyper_parameters import scheduled
+from zero.optimizer.integrity import Integrity
 from zero.optimizer.joint import joint, members
 from zero.optimizer.pieces import ranks_with_blocks
 from zero.optimizer.sharded_optimizer import ShardedOptimizer

@@ -1,4 +1,4 @@
-"""Supply a rank's shard to a gather: from the device, the host or the disk, ahead or on demand."""
+"""Supply a rank's values from any tier: its shard to a gather, ahead or on demand; others to who asks."""
 
 from __future__ import annotations
 
@@ -10,11 +10,19 @@ import torch
 from torch import Tensor
 
 from accelz import Event
+from zero.communication.communicator import Communicator
 from zero.ranges import in_range
 from zero.tiers.room import allocate
 from zero.tiers.stores import Stores
 from zero.tiers.swap_file import Section
 from zero.tiers.values import Values
+
+
+def fetch(values: Values, device: torch.device, communicator: Communicator) -> Tensor:
+    """Return `values.to(device)`; zeros if they cannot be read, which the next agreement reports."""
+    with communicator.postponing_disk_errors():
+        return values.to(device)
+    return torch.zeros(values.numel(), dtype=values.dtype, device=device)
 
 
 class ShardSource:

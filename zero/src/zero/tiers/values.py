@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from accelz import HOST
-from zero.communication.communicator import Communicator
 from zero.errors import UsageError
 
 
@@ -114,13 +113,6 @@ def lasting() -> Iterator[None]:
 def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of masters of parameters in `dtype`, and of sums of their gradients."""
     return torch.promote_types(dtype, torch.float32) if dtype.itemsize > 1 else torch.float32
-
-
-def fetch(values: Values, device: torch.device, communicator: Communicator) -> Tensor:
-    """Return `values.to(device)`; zeros if they cannot be read, which the next agreement reports."""
-    with communicator.postponing_disk_errors():
-        return values.to(device)
-    return torch.zeros(values.numel(), dtype=values.dtype, device=device)
 
 
 @contextmanager

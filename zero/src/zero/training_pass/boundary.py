@@ -22,17 +22,18 @@ from zero.optimizer.joint import members
 from zero.optimizer.stepped import StepGradients
 from zero.ranges import in_range
 from zero.sharding.flat_group import FlatGroup
+from zero.sharding.shard_source import fetch
 from zero.sharding.sharded_unit import ShardedUnit, refill
 from zero.tiers.stores import Stores
-from zero.tiers.values import fetch, put
+from zero.tiers.values import put
 from zero.training_pass.training_pass import TrainingPass
 from zero.warning import warn
 
 if TYPE_CHECKING:
     from zero.compiled.model import CompiledModel
-    from zero.integrity import Integrity
     from zero.memory.memory_tracer import MemoryTracer
     from zero.memory.placement_policy import StaticPlacementPolicy
+    from zero.optimizer.integrity import Integrity
     from zero.optimizer.sharded_optimizer import ShardedOptimizer
     from zero.whole.full_parameters import FullParameters
     from zero.whole.held_gradients import HeldGradients

@@ -50,8 +50,8 @@ from zero.training_pass.unit_calls import UnitCalls
 from zero.warning import warn
 
 if TYPE_CHECKING:
-    from zero.integrity import Integrity
     from zero.memory.memory_tracer import MemoryTracer
+    from zero.optimizer.integrity import Integrity
     from zero.whole.held_gradients import HeldGradients
 
 

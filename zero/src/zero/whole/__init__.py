@@ -8,4 +8,5 @@ held_gradients          the gradients of a step, as loops see them
 model_state             the model's state dict
 optimizer_state         the optimizer's state of a parameter
 parameter_statistics    norms and histograms of all
+export                  an engine's weights as `from_pretrained` reads them; imported when they are saved
 """

@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from zero.communication.communicator import Communicator
 from zero.communication.mesh import Mesh, Meshes
 from zero.errors import StateError, UsageError, some
-from zero.integrity import Integrity
+from zero.optimizer.integrity import Integrity
 from zero.sharding.alterations import replaced
 from zero.sharding.flat_group import FlatGroup
 from zero.sharding.forms import named_leaves
 from zero.sharding.lifetime import Uncopied
+from zero.sharding.shard_source import fetch
 from zero.sharding.sharded_unit import ShardedUnit
-from zero.tiers.values import Values, fetch, put
+from zero.tiers.values import Values, put
 from zero.warning import warn
 
 Place = tuple[ShardedUnit, FlatGroup, int]  # a parameter's unit, group, and index in the group
