@@ -156,11 +156,11 @@ def test_each_lie_is_found_and_the_method_named(round_report: Any, call: str, na
     blamed = [f for f in blamed if lie.said in f["message"]]
     assert blamed, f"{lie.method} is not blamed by {[f['message'][:500] for f in failures]}"
     assert all(f["contract"] and f["methods"] for f in blamed)
+    assert [f["message"] for f in failures if f["message"].count("\n  do:   ") != 1] == []
     states = {row["name"]: row["state"] for row in report["capabilities"]}
     for flag in lie.flags:
         if flag not in ("dtypes", "compile", "peak_flops"):
             assert states[flag] == "failed"
-            assert all("\n  do:   " in f["message"] for f in blamed)
 
 
 def test_each_role_has_a_liar_of_each_kind() -> None:
@@ -217,6 +217,7 @@ def test_a_lying_descriptor_is_found(tmp_path: Path, lie: str) -> None:
     assert code == 1
     assert blamed in details
     assert came in details
+    assert all("\n  do:   " in f["message"] for f in summary["failures"])
 
 
 def test_a_missing_operator_is_named_once(tmp_path: Path) -> None:

@@ -25,7 +25,9 @@ def test_a_method_that_hangs_is_named_and_the_rest_is_tested(tmp_path: Path) -> 
     assert code == 1
     assert [f["broken"] for f in summary["failures"]] == ["Event.synchronize"]
     came = "it was still running after 6 s"
-    assert summary["failures"][0]["message"] == f"Event.synchronize: must return\n  got:  {came}"
+    do = "correct Event.synchronize: `python -m pydoc accelz.Event` says what it has to do"
+    said = f"Event.synchronize: must return\n  got:  {came}\n  do:   {do}"
+    assert summary["failures"][0]["message"] == said
     assert summary["passed"] == 4
 
 
@@ -68,6 +70,7 @@ def test_a_crash_of_the_device_is_a_failure_of_its_test_and_the_rest_is_tested(t
         "message"
     ]
     assert "ctypes/__init__.py" in failure["message"]
+    assert "\n  do:   correct Rng.seed: " in failure["message"]
     assert " in seed\n" in failure["detail"]  # the stack
     assert (summary["passed"], summary["failed"], summary["not_run"]) == (4, 1, 0)
     assert summary["capabilities"]

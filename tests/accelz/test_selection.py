@@ -137,6 +137,10 @@ def test_two_backends_with_one_name_are_refused(tmp_path: Path) -> None:
     said = _last(python(tmp_path, CURRENT, ACCELZ_DEVICE="foo").stderr)
     assert "SelectionError: 'foo' is the name of two backends, of aaa-foo and bbb-foo" in said
     assert python(tmp_path, CURRENT).stdout == "cpu\n"
+    checked = python(tmp_path, "from accelz.cli import app; app(['check', 'foo'])")
+    assert (checked.returncode, checked.stdout) == (2, "")
+    assert checked.stderr.startswith("error: 'foo' is the name of two backends, of aaa-foo and bbb-foo")
+    assert len(checked.stderr.splitlines()) == 1
 
 
 def test_a_first_partys_name_means_its_backend_however_it_is_chosen(tmp_path: Path) -> None:

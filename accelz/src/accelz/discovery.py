@@ -22,7 +22,7 @@ import pluggy
 
 from accelz import apart, hooks
 from accelz.earlier import adapted
-from accelz.errors import BackendError
+from accelz.errors import BackendError, SelectionError
 from accelz.hooks import (
     API_VERSION,
     ENTRY_POINT_GROUP,
@@ -318,10 +318,12 @@ def _mark_duplicates(rows: list[BackendRow]) -> list[BackendRow]:
     result = []
     for row in rows:
         others = [r.distribution for r in rows if r.name == row.name and r is not row]
-        meant = owner(row.name, [row.distribution, *others]) == row.distribution
-        if others and row.status is not Status.DISABLED and not meant:
+        is_meant = owner(row.name, [row.distribution, *others]) == row.distribution
+        if others and row.status is not Status.DISABLED and not is_meant:
             reason = f"duplicate name: {', '.join(others)} provides {row.name!r} too; uninstall one of them"
-            row = replace(row, status=Status.BROKEN, reason=reason, descriptor=None, late=False)
+            row = replace(
+                row, status=Status.BROKEN, reason=reason, priority=None, descriptor=None, late=False
+            )
         result.append(row)
     return result
 
@@ -330,13 +332,20 @@ def owner(name: str, distributions: Sequence[str]) -> str | None:
     """The distribution whose backend is meant by a name: the first party's, or else the only one; None of
     several others."""
     own = [each for each in distributions if _is_first_party(name, each)]
-    (meant, *more) = own or distributions
-    return None if more else meant
+    (first, *more) = own or distributions
+    return None if more else first
 
 
-def owners(entries: Iterable[EntryPoint]) -> list[str]:
-    """The distributions of entry points, in their order."""
-    return [_distribution(entry) for entry in entries]
+def meant(name: str, entries: Sequence[EntryPoint]) -> EntryPoint:
+    """Of the entry points with a name, which are some, the one that is meant by it. Raises SelectionError if
+    the name does not say which."""
+    distributions = [_distribution(entry) for entry in entries]
+    if (found := owner(name, distributions)) is None:
+        raise SelectionError(
+            f"{name!r} is the name of two backends, of {' and '.join(distributions)}, and says not which is "
+            "meant: uninstall one"
+        )
+    return entries[distributions.index(found)]
 
 
 def _is_first_party(name: str, distribution: str) -> bool:

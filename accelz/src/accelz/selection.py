@@ -105,14 +105,7 @@ def load_named(name: str, environ: Mapping[str, str]) -> Accelerator:
     entries = discovery.installed(name)
     if not entries:
         raise BackendNotFoundError(f"no backend called {name!r} is installed. {_advice(name, environ)}")
-    owners = discovery.owners(entries)
-    meant = discovery.owner(name, owners)
-    if meant is None:
-        raise SelectionError(
-            f"{name!r} is the name of two backends, of {' and '.join(owners)}, and says not which is meant: "
-            "uninstall one"
-        )
-    (row,) = discovery.inspect([entries[owners.index(meant)]])
+    (row,) = discovery.inspect([discovery.meant(name, entries)])
     if row.status is Status.BROKEN:
         raise BackendError(f"backend {name!r} ({row.distribution}) is broken: {row.reason}")
     if row.status is Status.UNAVAILABLE:

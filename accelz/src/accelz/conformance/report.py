@@ -67,7 +67,8 @@ class Reporter:
         report = yield
         finding = ("", "")
         if report.failed and call.excinfo is not None:
-            finding = _finding(item, call.excinfo.value, report.longreprtext)
+            broken, message = _finding(item, call.excinfo.value, report.longreprtext)
+            finding = (broken, results.advised(message, broken))
             report.longrepr = f"{', '.join(names(item, 'accelz_about'))}: {_contract(item)}\n{finding[1]}"
         if report.failed or report.skipped or report.when == "call":
             result = _result(item, report, finding)

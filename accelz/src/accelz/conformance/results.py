@@ -20,6 +20,20 @@ ORDER = (
 """The best order in which to write a backend: the tests of each entry rely on the entries before it."""
 
 
+FIX = "correct its kernel; without one, torch takes the operator apart or a host fallback runs it"
+"""What to do about an operator that is wrong."""
+
+
+def advised(message: str, method: str) -> str:
+    """A failure's message, with what to do about `method`, which broke its contract, unless it says so."""
+    if "\n  do:   " in message:
+        return message
+    owner = method.partition(".")[0]
+    documented = owner if owner in ORDER[1:] else "hooks"
+    usual = f"correct {method or 'the backend'}: `python -m pydoc accelz.{documented}` says what it has to do"
+    return f"{message}\n  do:   {FIX if owner == 'torch' else usual}"
+
+
 def rank_in_order(method: str) -> int:
     """The position of a method in ORDER; methods that are not in it come last."""
     owner = method.partition(".")[0]

@@ -18,7 +18,7 @@ from typing import Any
 
 from accelz.conformance import TEST_SECONDS, progress, results
 from accelz.conformance.results import Setting, Verdict
-from accelz.discovery import WRITTEN_FOR, disabled_names, how_to_have, inspect, installed
+from accelz.discovery import WRITTEN_FOR, disabled_names, how_to_have, inspect, installed, meant
 from accelz.errors import AccelzError, BackendError, BackendNotFoundError, BackendUnavailableError
 
 FAILED, USAGE, NO_TESTS = 1, 4, 5  # pytest's exit codes; the first also where Python cannot start it
@@ -128,14 +128,15 @@ def _require(name: str) -> None:
         raise AccelzError("the conformance kit needs pytest: pip install 'accelz[check]'")
     if name in disabled_names(os.environ):
         raise BackendUnavailableError(f"backend {name!r} is switched off by ACCELZ_DISABLE")
-    for row in inspect(installed(name)):
-        if row.reason.startswith(WRITTEN_FOR):
-            raise BackendError(f"backend {name!r} ({row.distribution}) is {row.reason}")
-    if not installed(name):
+    entries = installed(name)
+    if not entries:
         names = ", ".join(e.name for e in installed()) or "none"
         raise BackendNotFoundError(
             f"no backend called {name!r} is installed (installed: {names}). {how_to_have(name)}"
         )
+    (row,) = inspect([meant(name, entries)])
+    if row.reason.startswith(WRITTEN_FOR):
+        raise BackendError(f"backend {name!r} ({row.distribution}) is {row.reason}")
 
 
 def arguments(
@@ -203,7 +204,8 @@ def _failure(test: str, notes: Path, ended: Ended) -> Verdict:
     frame = progress.last_frame(stacks)
     came = f"the process {ended.how} in {test.rpartition('::')[2]}{f', at {frame}' if frame else ''}"
     must = "must return" if ended.silent else "must not end the process"
-    message = f"{f'{method}:' if method else 'an operation'} {must}\n  got:  {came}"
+    told = f"{f'{method}:' if method else 'an operation'} {must}\n  got:  {came}"
+    message = results.advised(told, method)
     return Verdict(
         test,
         "failed",

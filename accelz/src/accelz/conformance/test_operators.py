@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from accelz.accelerator import Accelerator
 from accelz.conformance.contract import expect, expect_close
 from accelz.conformance.marks import about, needs, over_dtypes, thorough, tier
-from accelz.conformance.operators import FIX, OPERATORS, TOLERANCE, Operator, Tier, operator
+from accelz.conformance.operators import OPERATORS, TOLERANCE, Operator, Tier, operator
 from accelz.roles.host import HOST
 
 WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -60,11 +60,9 @@ class CoreOperatorsContract:
             target.copy_(there.t())
             part = target[1:3, ::2].cpu()
             there[::2].copy_(values[1::2])
-        expect_close(target, values.t(), "torch.Tensor.copy_", f"must transpose {dtype}", do=FIX)
-        expect_close(
-            part, values.t()[1:3, ::2], "torch.Tensor.copy_", "must read every second element", do=FIX
-        )
-        expect_close(there[::2], values[1::2], "torch.Tensor.copy_", "must write every second row", do=FIX)
+        expect_close(target, values.t(), "torch.Tensor.copy_", f"must transpose {dtype}")
+        expect_close(part, values.t()[1:3, ::2], "torch.Tensor.copy_", "must read every second element")
+        expect_close(there[::2], values[1::2], "torch.Tensor.copy_", "must write every second row")
 
     @about("torch.Tensor.to")
     @over_dtypes(torch.float64, torch.bfloat16, torch.float16)
@@ -79,7 +77,7 @@ class CoreOperatorsContract:
                 values.to(source).double().to(goal),
                 f"must round {source} to {goal} as the host does",
             )
-            expect_close(got, want, "torch.Tensor.to", said, do=FIX)
+            expect_close(got, want, "torch.Tensor.to", said)
 
     @about("torch.Tensor.view")
     def test_views_share_their_memory(self, accelerator: Accelerator) -> None:
@@ -94,7 +92,7 @@ class CoreOperatorsContract:
                 values.as_strided((2, 2), (1, 6), 8).fill_(5.0)
                 values.narrow(1, 4, 2).copy_(torch.ones(2, device=values.device).expand(4, 2))
                 values.diagonal().zero_()
-        expect_close(base, host, "torch.Tensor.view", "writes through views must reach their base", do=FIX)
+        expect_close(base, host, "torch.Tensor.view", "writes through views must reach their base")
 
     @about("torch.autograd")
     def test_writes_to_views_are_differentiated(self, accelerator: Accelerator) -> None:
@@ -111,7 +109,7 @@ class CoreOperatorsContract:
         with operator("torch.autograd", "writes to views must be differentiated"):
             got = gradient(accelerator.device, torch.float32)
         want = gradient(HOST, torch.float64)
-        expect_close(got, want, "torch.autograd", "gradients must pass through views", rtol=ROUND, do=FIX)
+        expect_close(got, want, "torch.autograd", "gradients must pass through views", rtol=ROUND)
 
     @about("torch.autograd")
     def test_gradients_add_up(self, accelerator: Accelerator) -> None:
@@ -122,7 +120,7 @@ class CoreOperatorsContract:
         with operator("torch.autograd", "gradients must be accumulated"):
             for _ in range(2):
                 (weight @ (weight @ torch.ones(3, device=accelerator.device))).sum().backward()
-        expect(seen == [54.0, 108.0], "torch.autograd", "hooks must see sums of 54 and 108", str(seen), FIX)
+        expect(seen == [54.0, 108.0], "torch.autograd", "hooks must see sums of 54 and 108", str(seen))
 
 
 @tier("training")
@@ -154,14 +152,14 @@ class TrainingOperatorsContract:
             kept.sum().backward()
         assert values.grad is not None
         share = float((kept != 0).float().mean())
-        expect(0.7 < share < 0.8, DROPOUT, "must keep 3 of 4 elements at p=0.25", f"{share:.3f} of them", FIX)
+        expect(0.7 < share < 0.8, DROPOUT, "must keep 3 of 4 elements at p=0.25", f"{share:.3f} of them")
         want = torch.where(kept.cpu() != 0, 1 / 0.75, 0.0)
         bound = TOLERANCE[dtype]
-        expect_close(kept, want, DROPOUT, "what is kept must be scaled by 1 / (1 - p)", rtol=bound, do=FIX)
+        expect_close(kept, want, DROPOUT, "what is kept must be scaled by 1 / (1 - p)", rtol=bound)
         expected = "its gradient must have the forward's mask and scale"
-        expect_close(values.grad, want, DROPOUT, expected, rtol=bound, do=FIX)
+        expect_close(values.grad, want, DROPOUT, expected, rtol=bound)
         evaluated = F.dropout(values, 0.25, training=False)
-        expect_close(evaluated, values, DROPOUT, "must change nothing in evaluation", do=FIX)
+        expect_close(evaluated, values, DROPOUT, "must change nothing in evaluation")
 
     @about(DROPOUT)
     def test_dropout_draws_from_the_generator(self, accelerator: Accelerator) -> None:
@@ -257,7 +255,7 @@ class TrainingOperatorsContract:
         got = _stepped(_parameters(accelerator.device, torch.float32), where, settings | flags, way)
         for index, (value, want) in enumerate(zip(got, host, strict=True)):
             expected = f"parameter {index} must be that of the host ({way})"
-            expect_close(value, want, where, expected, rtol=ROUND, atol=ROUND, do=FIX)
+            expect_close(value, want, where, expected, rtol=ROUND, atol=ROUND)
 
     @about("torch.nn.utils.clip_grad_norm_")
     def test_clipping(self, accelerator: Accelerator) -> None:
@@ -269,7 +267,7 @@ class TrainingOperatorsContract:
                 norms.append(nn.utils.clip_grad_norm_(parameters, 1.0).cpu())
                 norms.append(torch.stack([p.grad.norm() for p in parameters if p.grad is not None]).cpu())
         for got, want in zip(norms[:2], norms[2:], strict=True):
-            expect_close(got, want, where, "norms must be those of the host", rtol=ROUND, do=FIX)
+            expect_close(got, want, where, "norms must be those of the host", rtol=ROUND)
 
 
 class TestCoreOperators(CoreOperatorsContract):
