@@ -72,7 +72,9 @@ def test_mlflow_in_files(tmp_path: Path) -> None:
     from mlflow import MlflowClient
 
     where = f"sqlite:///{tmp_path}/runs.db"
-    losses = train(MLflow("trial", where, every=2))
+    told = MLflow("trial", where, every=2)
+    assert not list(tmp_path.iterdir()), "the other ranks make one, too, and open no database"
+    losses = train(told)
     client = MlflowClient(where)
     (run,) = client.search_runs([client.get_experiment_by_name("trial").experiment_id])
     assert run.info.status == "FINISHED"
@@ -147,7 +149,9 @@ def test_numbers_that_are_not_finite_are_written(
     writer.close()
 
 
-def test_names_that_are_alike_to_prometheus_are_one_gauge() -> None:
-    writer = Prometheus()
+def test_names_that_are_alike_to_prometheus_are_one_gauge(tmp_path: Path) -> None:
+    with pytest.raises(zero.UsageError, match=r"port=9100, or path="):
+        Prometheus()
+    writer = Prometheus(path=tmp_path / "zero.prom")
     writer.step(Step(1, 0.0, {}, {"a/b": 1.0, "a_b": 2.0}, 0.1, {}, {}, 0.0, {}, {}))
     assert writer._registry.get_sample_value("zero_last_a_b") == 2.0

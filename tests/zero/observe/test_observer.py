@@ -78,6 +78,8 @@ def resume(training: Training, context: Context, path: str) -> list[Recorder]:
     for value in (torch.ones(3), "high"):  # on ranks that nobody observes, too
         with pytest.raises(zero.UsageError, match="a number or a tensor of one element"):
             engine.log(accuracy=value)
+    with pytest.raises(zero.UsageError, match=r"such as zero.observe.Console\(\), not 'console'"):
+        engine.observe("console")  # type: ignore[arg-type]
     with engine.observe(told[0]):
         engine.load_checkpoint(path)
         with engine.observe(told[1]):

@@ -586,8 +586,11 @@ class Engine:
 
         flops_per_token: the model's floating-point operations, forward and backward (see `count_flops`).
         peak_flops: of the device, in a second; that which its backend declares where it is left out. Both are
-        for the MFU.
+        for the MFU. Raises UsageError for what is no observer.
         """
+        for each in observers:
+            if not isinstance(each, Observer):
+                raise UsageError(f"observe() takes observers, such as zero.observe.Console(), not {each!r}")
         observation = self._communicator.observation
         first = self._communicator.whole.rank == 0
         mine = [each for each in observers if first or each.every_rank]

@@ -24,7 +24,8 @@ class MLflow(Observer):
         from mlflow import MlflowClient
         from mlflow.entities import Metric, Param
 
-        self._client = MlflowClient(tracking_uri)
+        self._make, self._uri = MlflowClient, tracking_uri
+        self._client: Any = None
         self._metric, self._param = Metric, Param
         self._experiment, self._every = experiment, every
         self._run_id = ""
@@ -32,6 +33,9 @@ class MLflow(Observer):
         self._sent = 0.0
 
     def begin(self, run: Run) -> None:
+        """Open the database on the rank that is told: the others make the writer, too, and a new database
+        that two of them set up at one time is broken."""
+        self._client = self._make(self._uri)
         known = self._client.get_experiment_by_name(self._experiment)
         place = known.experiment_id if known else self._client.create_experiment(self._experiment)
         self._run_id = self._client.create_run(place).info.run_id

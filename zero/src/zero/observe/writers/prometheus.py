@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from zero.errors import UsageError
 from zero.observe.observer import Event, Observer, Run, Step
 
 _SECONDS = 1.0  # between files
@@ -18,12 +19,16 @@ class Prometheus(Observer):
     counters. Needs the package prometheus_client.
 
     port: where to answer a Prometheus server, from the first observation to its end. path: of a text file to
-    keep up to date instead, for the textfile collector of node_exporter.
+    keep up to date instead, for the textfile collector of node_exporter. Raises UsageError without either.
     """
 
     def __init__(self, port: int | None = None, path: str | Path | None = None) -> None:
         import prometheus_client as client
 
+        if port is None and path is None:
+            raise UsageError(
+                "Prometheus() answers nobody: give it port=9100, or path='zero.prom' to write to"
+            )
         self._client, self._registry = client, client.CollectorRegistry()
         self._path = None if path is None else str(path)
         self._written = 0.0
