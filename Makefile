@@ -47,8 +47,12 @@ $(SIM_STAMP): $(STAMP) $(wildcard $(SIM)/csrc/*) $(SIM)/setup.py $(SIM)/pyprojec
 arguments:
 	@$(PYTHON) examples/lm_settings.py $(RANKS) $(ARGS)
 
+ifneq ($(filter -h --help,$(ARGS)),)
+train: arguments  ## which print the help
+else
 train: arguments setup  ## a byte-level language model on Python's own sources, sharded over RANKS processes
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_lm.py $(ARGS)
+endif
 
 test quick: export PYTHONDONTWRITEBYTECODE =  # hundreds of processes import the packages: they are compiled once
 test: setup sim  ## everything on the CPU, then the engine's tests once more on the simulated accelerator

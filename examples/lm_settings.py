@@ -2,8 +2,8 @@
 
     python lm_settings.py RANKS [FLAGS]
 
-says what is wrong with the flags of a run on so many ranks. That needs nothing but Python, and is known
-before anything is installed or started.
+says what is wrong with the flags of a run on so many ranks, or what --help asks for. That needs nothing but
+Python, and is known before anything is installed or started.
 """
 
 from __future__ import annotations
@@ -74,10 +74,10 @@ class Settings:
                 f"--width {self.width} does not divide into --heads {self.heads} with an even number of "
                 f"features each: use a multiple of {2 * self.heads}"
             )
-        if self.resume and not self.checkpoints.is_dir():
-            raise ValueError(f"--resume: there is no checkpoint in {self.out}; start without --resume")
         if not self.prompt and self.sample_bytes:
             raise ValueError("--prompt must not be empty: the sample continues it")
+        if self.resume:
+            self._check_resumed()
 
     def check_ranks(self, world_size: int) -> None:
         """Raise ValueError if the batch cannot be shared equally by the ranks."""
@@ -86,6 +86,17 @@ class Settings:
             raise ValueError(
                 f"--batch {self.batch} cannot be divided among {world_size} ranks with --accumulate "
                 f"{self.accumulate}: use a multiple of {shares}"
+            )
+
+    def _check_resumed(self) -> None:
+        numbers = [path.name.removeprefix("step-") for path in self.checkpoints.glob("step-*")]
+        taken = max((int(number) for number in numbers if number.isdigit()), default=None)
+        if taken is None:
+            raise ValueError(f"--resume: there is no checkpoint in {self.out}; start without --resume")
+        if taken >= self.last_step:
+            raise ValueError(
+                f"--resume: the run in {self.out} has taken {taken} steps, and ends after {self.last_step}: "
+                "give it more --steps, or start without --resume"
             )
 
     @property
@@ -99,12 +110,18 @@ class Settings:
 
     @property
     def checkpoints(self) -> Path:
+        """The folder of checkpoints, which are called step-N."""
         return self.out / "checkpoints"
 
 
-def parse(arguments: Sequence[str], description: str) -> Settings:
+def parse(arguments: Sequence[str]) -> Settings:
     """Return the settings that a command line asks for. Raises ValueError."""
-    parser = _Parser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = _Parser(
+        prog="train_lm.py",
+        description="Train a byte-level language model on Python's own sources, sharded over the ranks of "
+        "the job.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
     for flag in fields(Settings):
         kind = type(flag.default)
         options: dict[str, Any] = {"default": flag.default, "help": flag.metadata["help"]}
@@ -127,10 +144,11 @@ def _name(field_name: str) -> str:
 
 def main() -> int:
     ranks, *flags = sys.argv[1:]
-    if {"-h", "--help"} & set(flags):
-        return 0
     try:
-        parse(flags, "").check_ranks(int(ranks))
+        settings = parse(flags)
+        if not ranks.isdigit() or not int(ranks):
+            raise ValueError(f"RANKS is a number of processes, at least 1, not {ranks}")
+        settings.check_ranks(int(ranks))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

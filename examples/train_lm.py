@@ -69,11 +69,11 @@ class Run:
                     self.engine.log(validation_loss=loss)
                 if due(step, settings.save_every, stop):
                     self.save(step)
+            self.engine.wait_for_checkpoint()  # it is observed, too
         self.write_weights()
-        self.engine.wait_for_checkpoint()
         self.say(
             f"{loss / math.log(2):.3f} bits per byte of text that was held out, after {stop} steps and "
-            f"{time.perf_counter() - began:.0f} s; peak memory {mebibytes(self.ranks.memory())}"
+            f"{time.perf_counter() - began:.0f} s; peak memory {megabytes(self.ranks.memory())}"
         )
         self.say(f"weights and checkpoints: {settings.out}")
         self.say(f"to see what this run did: {os.path.relpath(sys.executable)} -m zero report {settings.out}")
@@ -201,9 +201,9 @@ class Ranks:
         return peaks.tolist()
 
 
-def mebibytes(memory: list[int]) -> str:
-    """Bytes of each rank as "412 + 409 MiB"."""
-    return " + ".join(f"{n / 2**20:.0f}" for n in memory) + " MiB"
+def megabytes(memory: list[int]) -> str:
+    """Bytes of each rank as "412 + 409 MB"."""
+    return " + ".join(f"{n / 1e6:.0f}" for n in memory) + " MB"
 
 
 def parameter_groups(model: nn.Module) -> list[dict[str, object]]:
@@ -239,7 +239,7 @@ def fail(error: Exception) -> NoReturn:
 
 def main() -> None:
     try:
-        settings = parse(sys.argv[1:], str(__doc__).splitlines()[0])
+        settings = parse(sys.argv[1:])
         settings.check_ranks(int(os.environ.get("WORLD_SIZE") or "1"))
         run = Run(settings)
     except (ValueError, zero.ZeroError, accelz.AccelzError) as error:

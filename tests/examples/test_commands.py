@@ -168,7 +168,7 @@ def torchrun(line: Line) -> None:
 
 
 def train_lm(arguments: list[str]) -> None:
-    runpy.run_path(str(ROOT / "examples" / "lm_settings.py"))["parse"](arguments, "")
+    runpy.run_path(str(ROOT / "examples" / "lm_settings.py"))["parse"](arguments)
 
 
 OF_READERS = ("accelz_acme", "train.py", "script.py")

@@ -142,6 +142,7 @@ def test_it_learns_and_reports(straight: Outcome) -> None:
     assert straight.printed.count("validation loss") == len(straight.validation)
     assert re.search(r"step +3 .* norm [0-9.]+ .* left\n", straight.printed)
     assert straight.sample.strip().startswith("def ")
+    assert [event["step"] for event in straight.events if event["event"] == "save"] == [6]
     assert "\x1b" not in straight.printed, "no terminal, no escape codes"
 
 
@@ -208,10 +209,18 @@ def test_micro_batches_give_the_same_losses(one_rank: Outcome, tmp_path: Path) -
 
 def test_a_checkpoint_of_another_model_is_refused(one_rank: Outcome) -> None:
     for change in ({"heads": 4}, {"width": 64}):
-        refused = train(one_rank.out, "--resume", ranks=1, **change)
+        refused = train(one_rank.out, "--resume", ranks=1, steps=7, **change)
         assert refused.status == 2
-        assert refused.errors.startswith("error: ")
+        assert refused.errors.startswith("error: the checkpoint")
         assert "Traceback" not in refused.errors
+
+
+def test_a_run_that_is_over_is_not_resumed(one_rank: Outcome, example_modules: None) -> None:
+    from lm_settings import parse
+
+    with pytest.raises(ValueError, match=r"has taken 6 steps, and ends after 6: give it more --steps"):
+        parse([*command(one_rank.out), "--resume"])
+    assert parse([*command(one_rank.out, steps=7), "--resume"]).resume
 
 
 def test_an_unequal_batch_is_refused_on_all_ranks(tmp_path: Path) -> None:
@@ -251,26 +260,31 @@ def test_wrong_flags_say_what_is_wrong(arguments: list[str], message: str, examp
     from lm_settings import parse
 
     with pytest.raises(ValueError, match=message):
-        parse(arguments, "")
+        parse(arguments)
 
 
 @pytest.mark.parametrize(
-    ("flags", "message"),
+    ("ranks", "flags", "message"),
     [
-        (["--batch", "3"], "--batch 3 cannot be divided among 2 ranks"),
-        (["--layer", "0"], "--layers must be at least 1, got 0"),
-        (["--stage", "4"], "--stage"),
-        (["--batch", "4", "--accumulate", "2"], ""),
-        (["--help"], ""),
+        ("2", ["--batch", "3"], "--batch 3 cannot be divided among 2 ranks"),
+        ("2", ["--layer", "0"], "--layers must be at least 1, got 0"),
+        ("2", ["--stage", "4"], "--stage"),
+        ("2", ["--batch", "4", "--accumulate", "2"], ""),
+        ("2", ["--help"], ""),
+        ("0", [], "at least 1, not 0"),
+        ("two", [], "at least 1, not two"),
     ],
 )
-def test_wrong_flags_are_known_before_anything_is_installed(flags: list[str], message: str) -> None:
+def test_wrong_flags_are_known_before_anything_is_installed(
+    ranks: str, flags: list[str], message: str
+) -> None:
     """In a Python without packages."""
-    command = [sys.executable, "-S", "-I", str(EXAMPLES / "lm_settings.py"), "2", *flags]
+    command = [sys.executable, "-S", "-I", str(EXAMPLES / "lm_settings.py"), ranks, *flags]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == (2 if message else 0), ended.stderr
     assert ended.stderr.count("\n") == bool(message)
     assert message in ended.stderr
+    assert ended.stdout.startswith("usage: train_lm.py ") is ("--help" in flags)
 
 
 def test_the_readmes_command_is_one(example_modules: None) -> None:
@@ -279,7 +293,7 @@ def test_the_readmes_command_is_one(example_modules: None) -> None:
     told = re.findall(r'`make train ARGS="(.+?)"`', (EXAMPLES.parent / "README.md").read_text())
     assert told
     for arguments in told:
-        parse(arguments.split(), "")
+        parse(arguments.split())
 
 
 def test_too_little_text_is_refused(example_modules: None) -> None:

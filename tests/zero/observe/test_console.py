@@ -34,7 +34,7 @@ def test_without_a_terminal_there_are_plain_lines() -> None:
     assert "\x1b" not in "".join(lines)
     steps = [line for line in lines if line.startswith("step ")]
     assert len(steps) == 20  # every second of 38, and the event
-    assert "loss 2.500  100 tokens/s  1 MiB" in steps[0]
+    assert "loss 2.500  100 tokens/s  1 MB" in steps[0]
     assert [line for line in lines if "validation 3.250" in line] == [
         line for line in steps if " 20 " in line
     ]

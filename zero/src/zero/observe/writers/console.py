@@ -90,7 +90,7 @@ class Console(Observer):
         if step.mfu is not None:
             told.append(f"MFU {step.mfu:.1%}")
         if step.memory.get("peak"):
-            told.append(f"{step.memory['peak'] / 2**20:,.0f} MiB")
+            told.append(f"{step.memory['peak'] / 1e6:,.0f} MB")
         if step.skipped:
             told.append("skipped: gradients overflow")
         return "  ".join(told)
