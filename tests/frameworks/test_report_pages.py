@@ -20,6 +20,7 @@ from zero.report.run_report import run_page
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 SIZES = [(400, "dark"), (1600, "light")]
 HEIGHT = 900
+PAPER = 718  # A4's width within its margins
 LIMIT = 120_000  # milliseconds, on a busy machine
 CONTRAST = 4.5  # of text, as WCAG 2 asks for at least
 
@@ -181,10 +182,32 @@ def test_pointing_at_a_figure_tells_its_values_and_a_resized_page_is_drawn_anew(
     assert seen.wrong == []
 
 
+def test_a_value_that_a_step_does_not_have_is_told_as_none(opened: Opened) -> None:
+    page, seen = opened("run", 1600, "light")
+    box = page.locator(".chart svg").first.bounding_box()  # the losses
+    assert box
+    told = page.locator("#vg-tooltip-element.visible")
+    lacking = page.locator("#vg-tooltip-element.visible td", has_text="\u2013")
+    for shift in range(20):  # one step in ten has a validation loss
+        page.mouse.move(box["x"] + box["width"] / 2 + 10 * shift, box["y"] + 100)
+        told.wait_for()
+        assert "validation_loss" in told.inner_text()
+        assert "null" not in told.inner_text()
+        if lacking.count():
+            break
+    else:
+        pytest.fail("all steps have all values")
+    assert seen.wrong == []
+
+
 def test_a_printed_page_is_black_on_white(opened: Opened, made: dict[str, Path]) -> None:
     page, seen = opened("run", 1600, "light")
     page.emulate_media(media="print", color_scheme="dark")
-    charts = check(page, 1600, len(pages.figures(made["run"].read_text())))
+    page.set_viewport_size({"width": PAPER, "height": HEIGHT})
+    page.wait_for_function(
+        "charts => charts.every(c => c.dataset.columns <= 5)", arg=page.query_selector_all(".chart")
+    )
+    charts = check(page, PAPER, len(pages.figures(made["run"].read_text())))
     assert all(luminance(chart["paper"]) > 0.99 for chart in charts)
     assert {chart["ink"] for chart in charts} == {"rgb(0, 0, 0)"}
     assert page.pdf(format="A4").startswith(b"%PDF")

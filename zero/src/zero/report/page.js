@@ -1,5 +1,6 @@
 const specs = JSON.parse(document.getElementById("figures").textContent);
-const options = { renderer: "svg", actions: false, ast: true, tooltip: { theme: "zero" } };
+const told = (value) => value === "null" ? "–" : String(value).replace(/&/g, "&amp;").replace(/</g, "&lt;");
+const options = { renderer: "svg", actions: false, ast: true, tooltip: { theme: "zero", sanitize: told } };
 const place = (number) => document.getElementById("figure-" + number);
 const columns = (number) => Math.max(1, Math.floor((place(number).clientWidth - 40) / 130));  // of a legend
 const views = [];
