@@ -25,6 +25,7 @@ from accelz.patience import patience
 from accelz.version import __version__
 
 app = typer.Typer(
+    rich_markup_mode="markdown",  # which joins the lines of a docstring
     help="List accelerator backends; inspect, measure and check one; create a new one.",
     no_args_is_help=True,
     add_completion=False,

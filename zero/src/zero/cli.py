@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from zero.sources.source import Source
 
 app = typer.Typer(
+    rich_markup_mode="markdown",  # which joins the lines of a docstring
     help="Plan the memory of a training job; inspect, verify, consolidate and convert checkpoints; explain a "
     "job that hangs; draw a run; test the engine on a device.",
     no_args_is_help=True,
@@ -127,7 +128,7 @@ def plan(
         typer.Option(help="Assume that the forward runs under torch.autocast."),
     ] = None,
     memory: Annotated[
-        str | None, typer.Option(help="MemoryLimit of one device, e.g. 80GB: exit code 1 if nothing fits.")
+        str | None, typer.Option(help="Memory of one device, e.g. 80GB: exit code 1 if nothing fits.")
     ] = None,
     batch: Annotated[
         int | None, typer.Option(min=1, help="Rows of a rank's batch of tokens, to count activations.")
