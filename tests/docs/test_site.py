@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import zero.observe
 ROOT = Path(__file__).resolve().parents[2]
 SITE = ROOT / "build" / "site"
 LOADS = {"img": "src", "script": "src", "link": "href", "iframe": "src", "source": "src", "object": "data"}
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 NO_RESOURCE = {"canonical", "next", "prev"}
 
 
@@ -53,6 +56,19 @@ def test_every_file_that_a_page_loads_is_there() -> None:
         for address in loaded.found:
             if not address.startswith("data:"):
                 assert (page.parent / re.split(r"[?#]", address)[0]).exists(), f"{page}: {address}"
+
+
+def test_a_folder_can_be_searched() -> None:
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if browser is None:
+        pytest.skip(f"there is no browser of {', '.join(BROWSERS)}: install one, or run make browser as root")
+    options = ("--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=30000", "--dump-dom")
+    address = f"file://{SITE}/index.html?q=flight%20recorder"
+    shown = subprocess.run(
+        [browser, *options, address], capture_output=True, text=True, timeout=120, check=True
+    )
+    found = re.findall(r'href="[^"]*/([\w/-]+\.html)[^"]*" class="md-search-result__link"', shown.stdout)
+    assert any(page.endswith("debug.html") for page in found)
 
 
 @pytest.mark.parametrize("name", ["UsageError", "ConfigError", "BackendNotFoundError"])
