@@ -42,25 +42,33 @@ def unsharded(models: Models, losses: Callable[[int], list[Tensor]], clip: float
 
 def expert_body(context: Context) -> dict[str, float]:
     """Experts of each rank's own, which differ in size, in the engine that has the rest."""
-    mesh = mesh_of(("dp", 2), ("ep", 2))
-    whole = mixture(uneven=9)
-    told, norms, (state,) = unsharded(
-        [whole], lambda step: [whole(tokens(step, rank)) for rank in range(RANKS)], CLIP
-    )
-    expert = mesh.get_local_rank("ep")
-    mine = {
-        name.replace(f"experts.{expert}", "experts.0"): value
-        for name, value in state.items()
-        if f"experts.{1 - expert}" not in name
-    }
+    references = {}
+    for ranks in (2, RANKS):  # with different data
+        whole = mixture(uneven=9)
+
+        def losses_of(step: int, model: nn.Module = whole, ranks: int = ranks) -> list[Tensor]:
+            return [model(tokens(step, rank)) for rank in range(ranks)]
+
+        references[ranks] = unsharded([whole], losses_of, CLIP)
+    meshes = {name: mesh_of((name, 2), ("ep", 2)) for name in ("dp", "tp")}
     errors = {}
-    for name, settings in EXPERTS.items():
+    for name, (settings, others, shards) in EXPERTS.items():
+        mesh, dims = meshes[others], ("dp", "ep") if others == "dp" else ("ep",)
+        expert = mesh.get_local_rank("ep")
         model = mixture(mesh.get_group("ep"), uneven=9)
         config = zero.Config(timeout=20, local_modules={"blocks.*.experts": "ep"}, **settings)
-        engine = zero.initialize(model, sgd(model), config, mesh=mesh, data_dims=("dp", "ep"))
+        engine = zero.initialize(
+            model, sgd(model), config, mesh=mesh, data_dims=dims, shard_dims=shards or dims
+        )
+        told, norms, (state,) = references[engine.world_size]
+        mine = {
+            key.replace(f"experts.{expert}", "experts.0"): value
+            for key, value in state.items()
+            if f"experts.{1 - expert}" not in key
+        }
         losses, seen, clips = [], [], "clip_norm" in settings
         for step in range(STEPS):
-            loss = model(tokens(step, context.rank).to(engine.device))
+            loss = model(tokens(step, engine.rank).to(engine.device))
             if clips:
                 train_on(engine, loss)
                 seen.append(float(engine.grad_norm or 0))
@@ -70,21 +78,27 @@ def expert_body(context: Context) -> dict[str, float]:
                 engine.optimizer.step()
                 engine.optimizer.zero_grad()
             losses.append(loss.item())
-        errors[f"{name}: losses"] = relative_error(losses, [each[context.rank] for each in told])
+        errors[f"{name}: losses"] = relative_error(losses, [each[engine.rank] for each in told])
         errors[f"{name}: norms"] = relative_error(seen, norms)
         found = engine.state_dict()
-        assert bool(found) == (mesh.get_local_rank("dp") == 0)
+        assert bool(found) == (others not in dims or mesh.get_local_rank(others) == 0)
         errors[f"{name}: weights"] = state_error(found, mine) if found else 0.0
     return errors
 
 
-EXPERTS: dict[str, dict[str, Any]] = {
-    "stage 1": {"stage": 1, "clip_norm": CLIP},
-    "stage 2": {"stage": 2, "clip_norm": CLIP},
-    "stage 3": {"stage": 3, "clip_norm": CLIP},
-    "clipped by the program": {"stage": 3},
-    "on the host": {"offload": {"optimizer": "host", "params": "host"}, "clip_norm": CLIP},
+HOST: dict[str, Any] = {"offload": {"optimizer": "host", "params": "host"}, "clip_norm": CLIP}
+EXPERTS: dict[str, tuple[dict[str, Any], str, str | None]] = {
+    "stage 1": ({"stage": 1, "clip_norm": CLIP}, "dp", None),
+    "stage 2": ({"stage": 2, "clip_norm": CLIP}, "dp", None),
+    "stage 3": ({"stage": 3, "clip_norm": CLIP}, "dp", None),
+    "clipped by the program": ({"stage": 3}, "dp", None),
+    "on the host": (HOST, "dp", None),
+    "copies": ({"clip_norm": CLIP}, "dp", "dp"),
+    "a copy for each rank": ({"stage": 2, "clip_norm": CLIP}, "dp", "ep"),
+    "a copy for each rank, on the host": (HOST, "dp", "ep"),
+    "one rank with each, copied along tp": ({"clip_norm": CLIP}, "tp", None),
 }
+"""Settings, the mesh's dimension beside that of experts, and those that parameters are sharded over."""
 
 
 def test_experts_of_each_rank_train_as_in_one_process(cluster: Clusters) -> None:

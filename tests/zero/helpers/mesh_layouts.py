@@ -80,7 +80,9 @@ LAYOUTS = {
     "no mesh": Layout(),
     "copies": Layout((("replicate", 2), ("shard", 2)), ("replicate", "shard"), ("shard",)),
     "dp tp": Layout((("dp", 2), ("tp", 2)), along=("tp",), placed=TP),
-    "tp of four": Layout((("dp", 1), ("tp", 4)), along=("tp",), placed=TP, config=(("stage", 1),)),
+    "tp of four": Layout(
+        (("dp", 1), ("tp", 4)), along=("tp",), placed=TP, config=(("stage", 1), ("precision", "bf16"))
+    ),
     "ep tp": Layout((("dp", 1), ("ep", 2), ("tp", 2)), along=("ep", "tp"), placed=EXPERTS),
     "dp ep": Layout(
         (("dp", 2), ("ep", 2)),

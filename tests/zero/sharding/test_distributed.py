@@ -59,10 +59,17 @@ def loss_of(model: nn.Module, data: int, step: int) -> Tensor:
     return model(x.to(dtype)).float().square().mean()
 
 
-def unsharded(data: int, clip: float = 1e9) -> tuple[list[list[float]], list[float], dict[str, Tensor]]:
+def adagrad(model: nn.Module) -> torch.optim.Optimizer:
+    """It has state, DTensors of parameters that are, before its first step."""
+    return torch.optim.Adagrad(model.parameters(), lr=0.1, initial_accumulator_value=0.1)
+
+
+def unsharded(
+    data: int, clip: float = 1e9, make: Any = sgd
+) -> tuple[list[list[float]], list[float], dict[str, Tensor]]:
     """Losses by step and rank with other data, the norms, and the weights that there are in the end."""
     model = whole()
-    optimizer, told, norms = sgd(model), [], []
+    optimizer, told, norms = make(model), [], []
     for step in range(STEPS):
         losses = [loss_of(model, rank, step) for rank in range(data)]
         torch.stack(losses).mean().backward()
@@ -128,13 +135,13 @@ def mesh_body(context: Context) -> dict[str, float]:
     mine = mesh.get_local_rank("dp")
     errors = {}
     for stage, by_program in ((1, True), (3, False)):
-        model, norms = Sequence(mesh["tp"]), []
-        told, wanted_norms, weights = unsharded(2, CLIP)
+        model, norms, make = Sequence(mesh["tp"]), [], adagrad if by_program else sgd
+        told, wanted_norms, weights = unsharded(2, CLIP, make)
         config = zero.Config(timeout=20, stage=stage, clip_norm=None if by_program else CLIP)
-        first = sgd if by_program else adamw
+        first = make if by_program else adamw
         engine = zero.initialize(model, first(model), config, mesh=mesh, data_dims="dp")
         if not by_program:
-            engine.attach(sgd(model))
+            engine.attach(make(model))
         losses = []
         for step in range(STEPS):
             loss = loss_of(model, mine, step)

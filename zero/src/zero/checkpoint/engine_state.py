@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accelz import Accelerator
+from accelz import HOST, Accelerator
 from zero.checkpoint import random_state, user_state
 from zero.checkpoint.rank_file import Part
 from zero.checkpoint.storable import check_storable, told
@@ -39,7 +39,7 @@ from zero.sharding.forms import descriptions
 from zero.sharding.layout import ParameterSpec, Piece
 from zero.sharding.sharded_unit import ShardedUnit
 from zero.sharding.state_entries import Selection, entries_of
-from zero.tiers.values import Stored, Values, joined
+from zero.tiers.values import Stored, Values, at_least_fp32, joined
 from zero.warning import warn
 
 
@@ -299,10 +299,13 @@ def _collect_state(
 
 
 def _empty_parameters(group: FlatGroup, chosen: Container[str], names: StoredNames) -> Iterator[Part]:
+    nothing = group.shard[:0]
+    if group.trainable:  # in the dtype of masters, which other blocks have
+        nothing = torch.empty(0, dtype=at_least_fp32(group.dtype), device=HOST)
     for spec in group.layout.specs:
         if not spec.numel and spec.name in chosen and names.is_first(spec.name):
             key = model_key(names.stored(spec.name) + names.block(spec.name))
-            yield Part(key, spec.shape, group.shard[:0])
+            yield Part(key, spec.shape, nothing)
 
 
 def _buffers(buffers: Mapping[str, Tensor], parts: list[Part]) -> list[str]:

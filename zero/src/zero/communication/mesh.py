@@ -109,7 +109,7 @@ class Meshes:
         data, shards, beyond = grid.data - apart, grid.shards - apart, grid.others - apart
         replicas = data - shards
         if apart & grid.data:
-            divided = [dims for dims in (shards, replicas, data) if grid.size(dims) > 1]
+            divided = [dims for dims in (shards, replicas, data, beyond) if grid.size(dims) > 1]
             groups.uneven |= {id(groups.part(grid.parts(dims))) for dims in divided}
         number = {rank: n for part in grid.parts(data) for n, rank in enumerate(part)}
         numbers = {rank: n for n, rank in enumerate(groups.ranks)}

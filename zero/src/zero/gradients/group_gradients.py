@@ -204,8 +204,8 @@ class GroupGradients:
             whole.data[gap].zero_()
         return whole.data
 
-    def store_reduced(self, whole: FlatBuffer, slice_: Tensor) -> None:
-        """Add a reduced slice. `whole` is released unless the slice lives in it."""
+    def store_reduced(self, whole: FlatBuffer | None, slice_: Tensor) -> None:
+        """Add a reduced slice. `whole`, if it is not released yet, is now, unless the slice lives in it."""
         self.slice.add(slice_)
         before, self._under_slice = self._under_slice, None
         for each in (before, whole):

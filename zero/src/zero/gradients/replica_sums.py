@@ -22,10 +22,11 @@ REPLICA_SUMS_IN_FLIGHT = 2  # units whose slices may be under way; with one more
 @dataclass
 class _Sum:
     """slice_: added to the gradients once it is the sum over replicas; None where the gradients' own slice is
-    summed in place."""
+    summed in place. whole: the buffer that it lives in, if it does."""
 
     gradients: GroupGradients
     slice_: Tensor | None
+    whole: FlatBuffer | None
     handle: NamedHandle
 
 
@@ -37,18 +38,20 @@ class ReplicaSums:
         self._flying: deque[_Sum] = deque()
 
     def take(self, gradients: GroupGradients, whole: FlatBuffer, slice_: Tensor, last: bool) -> None:
-        """Take over a slice that was reduced from `whole` over the ranks of this copy. last: whether it is of
-        the last micro-batch."""
-        gradients.release_whole(whole)
+        """Take over a slice that was reduced from `whole` over the ranks of this copy; all of it where a rank
+        has a copy for itself. last: whether it is of the last micro-batch."""
+        under = whole if slice_ is whole.data else None
+        if under is None:
+            gradients.release_whole(whole)
         if gradients.two_hops and not gradients.total:
-            gradients.slice.add(slice_)
+            gradients.store_reduced(under, slice_)
             if last:
                 gradients.keep_slice()
                 gradients.total = True
-                self._start(gradients, gradients.slice.near, None)
+                self._start(gradients, gradients.slice.near)
         else:
             gradients.add_to_kept_slice(slice_)
-            self._start(gradients, slice_, slice_)
+            self._start(gradients, slice_, slice_, under)
 
     def finish(self) -> None:
         """Wait for everything that is under way."""
@@ -75,8 +78,14 @@ class ReplicaSums:
         self._sum(gradients, value).wait()
         return value
 
-    def _start(self, gradients: GroupGradients, values: Tensor, slice_: Tensor | None) -> None:
-        self._flying.append(_Sum(gradients, slice_, self._sum(gradients, values)))
+    def _start(
+        self,
+        gradients: GroupGradients,
+        values: Tensor,
+        slice_: Tensor | None = None,
+        whole: FlatBuffer | None = None,
+    ) -> None:
+        self._flying.append(_Sum(gradients, slice_, whole, self._sum(gradients, values)))
         while len({sum_.gradients.unit for sum_ in self._flying}) > REPLICA_SUMS_IN_FLIGHT:
             self._wait_oldest()
 
@@ -90,4 +99,4 @@ class ReplicaSums:
         sum_.handle.wait()
         if sum_.slice_ is not None:
             with self._communicator.postponing_disk_errors():
-                sum_.gradients.slice.add(sum_.slice_)
+                sum_.gradients.store_reduced(sum_.whole, sum_.slice_)

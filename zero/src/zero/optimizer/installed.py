@@ -14,7 +14,7 @@ from accelz import HOST
 from zero.optimizer.joint import members
 from zero.optimizer.kernel_rules import Rule
 from zero.optimizer.piece_state import moved, tensors_beside
-from zero.optimizer.pieces import shaped, show, sliced
+from zero.optimizer.pieces import shaped, show, sliced, state_here
 from zero.optimizer.stepped import SteppedPiece, SteppedSubGroup
 from zero.sharding.flat_group import FlatGroup
 from zero.tiers.coded import Coded
@@ -42,6 +42,7 @@ class InstalledPieces:
         """Put the pieces into param_groups, in place of the parameters that they are parts of."""
         lists: list[list[nn.Parameter]] = [[] for _ in self._optimizer.param_groups]
         initial = dict(self._optimizer.state)  # some optimizers have state before their first step
+        initial = {parameter: state_here(state, parameter) for parameter, state in initial.items()}
         self._optimizer.state.clear()
         for stepped in self._subs:
             for piece in stepped.pieces:

@@ -16,7 +16,7 @@ from zero.optimizer.piece_state import moved
 from zero.optimizer.routes import Blocks, Routes, route
 from zero.optimizer.stepped import SteppedPiece, SteppedSubGroup
 from zero.optimizer.stepping import GroupStepping
-from zero.sharding.distributed import regions_beside
+from zero.sharding.distributed import is_distributed, local_gradient, regions_beside
 from zero.sharding.flat_group import FlatGroup
 from zero.sharding.guard import NAME_ATTRIBUTE, REASON_ATTRIBUTE, ShardedParameter
 from zero.sharding.layout import FlatLayout, ParameterSpec, Piece, plan
@@ -113,6 +113,12 @@ def shaped(flat: Tensor, specs: Sequence[ParameterSpec], piece: Piece) -> Tensor
         if piece.length == spec.numel
         else part
     )
+
+
+def state_here(state: dict[str, Any], parameter: Tensor) -> dict[str, Any]:
+    """What this rank has of a parameter's state, where that is DTensors. Collective over their mesh if they
+    are placed as the parameter is not."""
+    return {k: local_gradient(parameter, v) if is_distributed(v) else v for k, v in state.items()}
 
 
 def sliced(state: dict[str, Any], stepped: SteppedSubGroup, piece: Piece) -> dict[str, Any]:
