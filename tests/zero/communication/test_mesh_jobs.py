@@ -403,6 +403,7 @@ def arguments_body(context: Context) -> dict[str, str]:
         "none": say(mesh=mesh),
         "empty": say(mesh=mesh, data_dims=()),
         "missing": say(mesh=mesh, data_dims=("dp", "cp")),
+        "number of one": say(mesh=mesh, data_dims=1),
         "same data": say(**both, shard_dims="tp"),
         "stage 0": say({"stage": 0}, mesh=mesh, data_dims=("dp", "tp"), shard_dims="tp"),
         "no mesh": say(data_dims="dp"),
@@ -414,6 +415,7 @@ def arguments_body(context: Context) -> dict[str, str]:
         model.norm = nn.LayerNorm(3)
         optimizer = adamw(model)
     said["shapes"] = say(**both)
+    said["declared"] = say({"local_modules": {"norm": "tp"}}, **both)
     if context.rank == 3:
         model = fresh()
         optimizer = adamw(model)
@@ -429,7 +431,11 @@ def arguments_body(context: Context) -> dict[str, str]:
 
 def test_what_is_refused(cluster: Clusters) -> None:
     for rank, said in enumerate(cluster(RANKS).run(arguments_body, limit=60)):
-        shapes, shards = said.pop("shapes"), said.pop("other shards")
+        shapes, shards, declared = (said.pop(each) for each in ("shapes", "other shards", "declared"))
+        assert declared.startswith("RankMismatchError: the ranks disagree about the shapes of what local"), (
+            said
+        )
+        assert "rank 1 (dp 0, tp 1) and norm.weight (3,) on rank 3 (dp 1, tp 1)" in declared
         rates = said.pop("rates")
         assert rates.startswith("RankMismatchError: param_groups[0]['lr'] is"), rates
         assert "on rank 0 (dp 0, tp 0) and" in rates
@@ -441,6 +447,7 @@ def test_what_is_refused(cluster: Clusters) -> None:
         assert "got list" in said["class"]
         assert "say along which ranks have different data" in said["none"]
         assert "has no dimension 'cp'; it has dp, tp" in said["missing"]
+        assert "has no dimension 1; it has dp, tp" in said["number of one"]
         assert "along tp ranks have the same data" in said["same data"]
         assert "pass it, zero.initialize(..., mesh=mesh" in said["local"]
         assert "no module with parameters is named 'experts'" in said["local name"]

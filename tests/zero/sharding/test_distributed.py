@@ -316,6 +316,15 @@ def values_body(context: Context, folder: str) -> None:
     torch.testing.assert_close(full(engine.full_master("0.up.weight")), 2 * after)
     with pytest.raises(zero.StateError, match=r"was saved as block \(\d,\) of \(2,\) of"):
         engine.load_checkpoint(f"{folder}/even {1 - part}", weights_only=True)
+    model = nn.Linear(WIDTH, WIDTH)
+    model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh["tp"], [Shard(mine)]))
+    with pytest.raises(zero.RankMismatchError, match=r"weight \(12, 12\) as S\(0\) .* and .* as S\(1\)"):
+        zero.initialize(model, sgd(model), zero.Config(timeout=20), mesh=mesh, data_dims="dp")
+    rows, shape = full(model.weight.detach())[4 * part : 4 + 8 * part], model.weight.shape
+    of_own = DTensor.from_local(rows, mesh["tp"], [Shard(0)], run_check=False, shape=shape, stride=(WIDTH, 1))
+    model.weight = nn.Parameter(of_own)
+    with pytest.raises(zero.ModelError, match=r"has shape \([48], 12\), where torch cuts \(6, 12\)"):
+        zero.initialize(model, sgd(model), mesh=mesh, data_dims="dp")
     model = parallel(init_device_mesh("cpu", (4,), mesh_dim_names=("tp",)))
     cube = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("dp", "tp", "other"))
     with pytest.raises(zero.ModelError, match=r"along tp \(ranks 0, 1, 2, 3\), which is no dimension of the"):

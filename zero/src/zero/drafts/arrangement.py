@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -92,8 +92,8 @@ def _names_of(mesh: DeviceMesh) -> tuple[str, ...]:
     )
 
 
-def _known(what: str, given: Dims, names: Sequence[str]) -> frozenset[str]:
-    dims = (given,) if isinstance(given, str) else tuple(given or ())
+def _known(what: str, given: str | Sequence[str], names: Sequence[str]) -> frozenset[str]:
+    dims = (given,) if isinstance(given, str) or not isinstance(given, Iterable) else tuple(given)
     if not dims:
         raise ConfigError(f"{what} is empty: name at least one of the mesh's dimensions, {some(names)}")
     for dim in dims:

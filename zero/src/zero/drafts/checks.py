@@ -28,6 +28,7 @@ from zero.sharding.distributed import (
     is_distributed,
     local_of,
     reaches,
+    region_of,
     trained_inside,
 )
 from zero.sharding.forms import (
@@ -234,6 +235,17 @@ def check_distributed(
             )
         if any(placement.is_partial() for placement in parameter.placements):  # type: ignore[attr-defined]
             raise ModelError(f"parameter {name!r} is a DTensor of partial sums: redistribute it first")
+        _check_cut(name, parameter)
+
+
+def _check_cut(name: str, parameter: nn.Parameter) -> None:
+    is_here = parameter.device_mesh.get_coordinate() is not None  # type: ignore[attr-defined]
+    region, shape = region_of(parameter) if is_here else None, tuple(local_of(parameter).shape)
+    if region is not None and region.shape != shape:
+        raise ModelError(
+            f"parameter {name!r} is a DTensor of shape {tuple(parameter.shape)} whose block on this rank has "
+            f"shape {shape}, where torch cuts {region.shape}: cut it as torch does, with distribute_tensor"
+        )
 
 
 def _along_data(name: str, parameter: nn.Parameter, reached: Collection[str]) -> str:
@@ -291,13 +303,14 @@ def check_equal(model: nn.Module, prepared: Prepared, config: Config, communicat
     }
     if not communicator.divided:
         communicator.check_equal(told | of_model, {"the model": _OF_RANKS})
-        return
-    grid = communicator.grid
-    communicator.check_equal_along(grid.names, told)
-    check_count(prepared.optimizer, communicator)
-    communicator.check_equal_along(
-        grid.alike, of_model, {"the model": _OF_RANKS + _OF_STAGES.format(min(grid.others))}
-    )
+    else:
+        grid = communicator.grid
+        communicator.check_equal_along(grid.names, told)
+        check_count(prepared.optimizer, communicator)
+        communicator.check_equal_along(
+            grid.alike, of_model, {"the model": _OF_RANKS + _OF_STAGES.format(min(grid.others))}
+        )
+    _check_declared(prepared, config, communicator)
 
 
 def check_count(optimizer: Optimizer, communicator: Communicator) -> None:
@@ -309,6 +322,10 @@ def check_count(optimizer: Optimizer, communicator: Communicator) -> None:
 _OF_RANKS = (
     "Parameters that are each rank's own, such as experts, are declared with a dimension of a mesh: "
     "zero.initialize(..., mesh=mesh, data_dims=...) and zero.Config(local_modules={'blocks.*.experts': 'ep'})"
+)
+_DECLARED = "the shapes of what local_modules names"
+_OF_DECLARED = (
+    "Ranks that differ along other dimensions of the mesh only have the same of it, and so the same shapes"
 )
 _COUNT = "how many optimizers there are"
 _OF_COUNTS = (
@@ -334,14 +351,34 @@ def _layout(model: nn.Module, prepared: Prepared) -> str:
         for name, parameter in plan.parameters:
             apart = sorted(prepared.apart.get(parameter, ()))
             form = "" if apart else told.get(parameter, "")
-            shape = f"differs along {', '.join(apart)}" if apart else tuple(parameter.shape)
             text.append(
-                f"{name} {shape} {parameter.dtype} requires_grad={parameter.requires_grad} "
+                f"{name} {_shape(parameter, apart)} {parameter.dtype} "
+                f"requires_grad={parameter.requires_grad} "
                 f"param_group={prepared.param_group_of.get(parameter)} "
                 f"pretrained={deferred_init.promised(parameter)} cast={parameter in prepared.castable} "
                 f"exact={parameter in prepared.exact} {form}"
             )
     return "\n".join(text)
+
+
+def _shape(parameter: nn.Parameter, apart: Sequence[str]) -> str:
+    """A parameter's shape, and how it is divided. apart: the mesh's dimensions along which it differs."""
+    if is_distributed(parameter):
+        placements = ", ".join(map(str, parameter.placements))  # type: ignore[attr-defined]
+        return f"{tuple(parameter.shape)} as {placements}"
+    return f"differs along {', '.join(apart)}" if apart else str(tuple(parameter.shape))
+
+
+def _check_declared(prepared: Prepared, config: Config, communicator: Communicator) -> None:
+    """Raise RankMismatchError if parameters that differ by rank have other shapes on ranks that have the same
+    of them. Collective."""
+    declared = {dim for _, dim in config.local_modules}
+    if not declared:
+        return
+    every = (named for plan in prepared.plans for named in plan.parameters)
+    shapes = "\n".join(f"{name} {tuple(p.shape)}" for name, p in every if prepared.apart.get(p))
+    along = [dim for dim in communicator.grid.names if dim not in declared]
+    communicator.check_equal_along(along, {_DECLARED: shapes}, {_DECLARED: _OF_DECLARED})
 
 
 def _check_parameter(name: str, parameter: nn.Parameter, shapes_only: bool) -> None:
