@@ -208,6 +208,7 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Loop], Sequence[str]]] = {
     "stage 2, local": ({"stage": 2, "accumulate": "local"}, ONE, ["AdamW"]),
     "stage 3": ({"stage": 3}, ONE, ["AdamW", "RMSprop"]),
     "fused": ({"stage": 3}, {"usual": usual, "scaled": scaled}, ["fused"]),
+    "whole": ({"whole_parameters": True}, {"scaled": scaled}, ["RMSprop"]),
     "host": ({"stage": 3, "offload": HOST}, ONE, ["AdamW"]),
     "two at stage 1": ({"stage": 1}, TWO, ["AdamW twice"]),
     "two at stage 3": ({"stage": 3}, TWO, ["AdamW twice", "AdamW and RMSprop", "Muon and AdamW"]),

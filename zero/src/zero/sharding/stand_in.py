@@ -32,6 +32,10 @@ Answer = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 class HeldGradient(Protocol):
     """What stands behind a stand-in."""
 
+    @property
+    def device(self) -> torch.device:
+        """The device of the model, where numbers that multiply gradients may be."""
+
     def norms_of(self, parameters: Sequence[nn.Parameter], order: float) -> Tensor:
         """The norms of the parameters' gradients, (parameters,), fp32. Collective, once for all there are."""
 
@@ -317,6 +321,14 @@ def _answer_scaler(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     held[0].unscale(pieces, found_inf, inverse)
 
 
+def _answer_device(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
+    """Where a GradScaler puts its numbers: pieces without values are on the meta device."""
+    held = args[0].__dict__["_held"]()
+    with torch._C.DisableTorchFunctionSubclass():
+        found: torch.device = func(*args) if held is None else held.device
+    return found
+
+
 def _answer_itself(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return args[0]
 
@@ -389,7 +401,11 @@ _DIVISIONS = frozenset(
 )
 _DATA: Any = Tensor.data
 _IS_SPARSE: Any = Tensor.is_sparse
-PieceGradient.answers = {torch._amp_foreach_non_finite_check_and_unscale_: _answer_scaler}
+_DEVICE: Any = Tensor.device
+PieceGradient.answers = {
+    torch._amp_foreach_non_finite_check_and_unscale_: _answer_scaler,
+    _DEVICE.__get__: _answer_device,
+}
 ShardedGradient.answers = {
     # Optimizers ask for is_sparse before they decay a weight: early enough to stop one that was made after
     # the engine, which would step whole gradients behind its back.

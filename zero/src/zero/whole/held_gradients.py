@@ -71,6 +71,10 @@ class HeldGradients:
 
     # -- what stand-ins ask for ----------------------------------------------------------------------
 
+    @property
+    def device(self) -> torch.device:
+        return self._full_parameters.device
+
     def norms_of(self, parameters: Sequence[nn.Parameter], order: float = 2.0) -> Tensor:
         """The norms of these gradients, (parameters,), fp32. The first call of an order is collective."""
         if order not in self._norms:
