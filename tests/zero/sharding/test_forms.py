@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -18,6 +19,7 @@ from tests.zero.helpers.loops import train_on
 from tests.zero.helpers.models import device_of
 from tests.zero.helpers.training import adamw
 from tests.zero.helpers.wrappers import Codes, Nested, Packed, Wrapping
+from zero.consolidate import Options, consolidate, open_source
 from zero.sharding.forms import descriptions, inner_leaves, named_leaves
 
 WIDTH = 16
@@ -137,6 +139,37 @@ def test_checkpoints_fit_other_numbers_of_ranks(cluster: Clusters, tmp_path: Pat
         cluster(ranks).run(loaded_body, path=path)
 
 
+def consolidated_body(context: Context, path: str) -> None:
+    """Whole weights in another dtype leave what is packed as it is, and only that is loaded into it."""
+    model = moved(built(Codes))
+    engine = zero.initialize(model, adamw(model), zero.Config(timeout=20))
+    engine.save_checkpoint(f"{path}/saved")
+    if context.rank == 0:
+        with open_source(Path(path, "saved")) as source:
+            consolidate(source, Path(path, "whole"), Options(dtype="bf16"))
+        stored = load_file(f"{path}/whole/model.safetensors")
+        assert {stored["0.weight.scale"].dtype, stored["0.up.weight"].dtype} == {
+            torch.float32,
+            torch.bfloat16,
+        }
+        stored["0.weight.scale"] = stored["0.weight.scale"].bfloat16()
+        save_file(stored, f"{path}/rounded.safetensors")
+    state = engine.state_dict() | {"0.weight.scale": torch.zeros(WIDTH, 1, dtype=torch.float16)}
+    other = moved(built(Codes, seed=5))
+    engine = zero.initialize(other, adamw(other), zero.Config(timeout=20))
+    engine.load_pretrained(f"{path}/whole")
+    with pytest.raises(zero.StateError, match=r"0\.weight\.scale \(dtype BF16 instead of F32"):
+        engine.load_pretrained(f"{path}/rounded.safetensors")
+    with pytest.raises(zero.StateError, match=r"another dtype: 0\.weight\.scale: torch.float16 instead of"):
+        engine.load_state_dict(state if context.rank == 0 else None)
+    with zero.gathered(other):
+        assert same(frozen(other), frozen(built(Codes)))
+
+
+def test_whole_weights_keep_what_is_packed(cluster: Clusters, tmp_path: Path) -> None:
+    cluster(2).run(consolidated_body, path=str(tmp_path))
+
+
 def guarded_body(context: Context) -> None:
     for kind in (Codes, Nested):
         model = moved(built(kind))
@@ -182,6 +215,10 @@ class Silent(Tensor):
         return cls(tuple(args[0].shape))
 
 
+class Loose(nn.Parameter):
+    """One whose form gives no tensors of its own."""
+
+
 def test_what_is_refused() -> None:
     model = built(Codes)
     optimizer = adamw(model)
@@ -190,6 +227,18 @@ def test_what_is_refused() -> None:
         zero.initialize(model, optimizer)
     model[2].weight = nn.Parameter(Silent((WIDTH, WIDTH)), requires_grad=False)
     with pytest.raises(zero.ModelError, match=r"'2\.weight' is a Silent, .*register_form"):
+        zero.initialize(model, optimizer)
+    model[2].weight = Loose(torch.ones(WIDTH, WIDTH), requires_grad=False)
+    for given in ([model[2].weight], {"codes": 1}):
+        zero.register_form(Loose, lambda _, weight, given=given: given)
+        with pytest.raises(zero.ModelError, match=r"'2\.weight': .* a Loose, .* the same tensor objects"):
+            zero.initialize(model, optimizer)
+    zero.register_form(Loose, lambda _, weight: {"": weight, "scale": torch.ones(1)})
+    with pytest.raises(zero.ModelError, match=r"'2\.weight': .* a Loose, .* the same tensor objects"):
+        zero.initialize(model, optimizer)
+    model[2].weight = nn.Parameter(torch.ones(WIDTH, WIDTH), requires_grad=False)
+    model.register_buffer("kept", Codes.of(torch.ones(2, 2)))
+    with pytest.raises(zero.ModelError, match=r"buffer 'kept' is a Codes, .* frozen parameter"):
         zero.initialize(model, optimizer)
     with pytest.raises(zero.UsageError, match="a class of parameters"):
         zero.register_form(Codes, None)  # type: ignore[arg-type]

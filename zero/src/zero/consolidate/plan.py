@@ -96,11 +96,12 @@ def choose(
 
 
 def output_dtype(tensor: TensorInfo, dtype: OutputDtype) -> str:
-    """The dtype that a tensor is written in. Only floating-point numbers are cast, not storage formats."""
+    """The dtype that a tensor is written in. Only floating-point numbers are cast, not storage formats and
+    what quantised parameters consist of."""
     if dtype == "stored":
         return tensor.dtype
     numbers = tensor.dtype.startswith(("F", "BF")) and ITEM_BYTES[tensor.dtype] > 1
-    if dtype == "keep" or not numbers:
+    if dtype == "keep" or not numbers or tensor.packed:
         return tensor.training_dtype
     return _CAST[dtype]
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -72,8 +73,10 @@ def check_model(model: nn.Module, device: torch.device) -> None:
     for name, parameter in named:
         _check_parameter(name, parameter, shapes_only)
         _check_block(name, parameter)
-    inner = inner_leaves(model)
+    inner, again = inner_leaves(model), inner_leaves(model)
     for name, parameter in named:
+        if parameter in inner:
+            _check_form(name, parameter, inner[parameter], again[parameter])
         for suffix, leaf in inner.get(parameter, {"": parameter}).items():
             _check_leaf(name_of(name, suffix), local_of(as_parameter(leaf)))
         if parameter in inner and parameter.requires_grad:
@@ -426,6 +429,17 @@ def _check_block(name: str, parameter: nn.Parameter) -> None:
         )
 
 
+def _check_form(name: str, parameter: nn.Parameter, leaves: Any, again: Any) -> None:
+    """Raise ModelError unless what gives a parameter's inner tensors gives the same ones each time."""
+    fits = isinstance(leaves, Mapping) and isinstance(again, Mapping) and leaves.keys() == again.keys()
+    if not (fits and all(isinstance(leaf, Tensor) and again[key] is leaf for key, leaf in leaves.items())):
+        raise ModelError(
+            f"parameter {name!r}: what tells the inner tensors of a {type(parameter).__name__}, by "
+            "__tensor_flatten__ or zero.register_form, has to give the same tensor objects each time, by "
+            "name: keep them as attributes of the parameter"
+        )
+
+
 def _check_leaf(name: str, leaf: Tensor) -> None:
     if has_own_dispatch(type(leaf)) and not isinstance(leaf, ShardedParameter):
         raise ModelError(
@@ -447,6 +461,11 @@ def _check_buffer(name: str, buffer: Tensor) -> None:
         raise ModelError(
             f"buffer {name!r} is on the meta device and has no values; build the model under "
             "`with zero.init(config):` instead of torch.device('meta')"
+        )
+    if has_own_dispatch(type(buffer)) and not is_distributed(buffer):
+        raise ModelError(
+            f"buffer {name!r} is a {type(buffer).__name__}, whose values are in other tensors: make it a "
+            "frozen parameter, nn.Parameter(..., requires_grad=False), or register these as buffers"
         )
     if buffer.layout is not torch.strided or buffer.is_nested:
         kind = "nested" if buffer.is_nested else buffer.layout

@@ -23,12 +23,14 @@ class Saved:
 
 @dataclass(frozen=True)
 class Target:
-    """A parameter or buffer of the model. aliases: its further names, if it is tied."""
+    """A parameter or buffer of the model. aliases: its further names, if it is tied. dtype: the only one that
+    its values can be stored in, as part of a quantised parameter; None for any that is floating or not."""
 
     name: str
     shape: tuple[int, ...]
     floating: bool
     aliases: tuple[str, ...] = ()
+    dtype: str | None = None
 
 
 def stored_in(manifest: Manifest) -> list[Saved]:
@@ -122,6 +124,8 @@ def _renamer(rename: Rename | None, names: set[str]) -> Callable[[str], str | No
 def _misfit(target: Target, source: Saved) -> list[str]:
     if source.shape != target.shape:
         return [f"{target.name} (shape {source.shape} instead of {target.shape})"]
+    if target.dtype not in (None, source.dtype):
+        return [f"{target.name} (dtype {source.dtype} instead of {target.dtype}, which its packing needs)"]
     if is_floating(source.dtype) != target.floating:
         return [f"{target.name} (dtype {source.dtype})"]
     return []

@@ -8,11 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from zero.files.boxes import Region
+from zero.files.dtypes import name_of
 from zero.files.manifest import is_row_major
 from zero.files.names import Target
 from zero.loading.tensor_reader import TensorReader
 from zero.sharding.distributed import region_of
 from zero.sharding.flat_group import FlatGroup
+from zero.sharding.forms import packed_leaves
 from zero.sharding.layout import ParameterSpec
 from zero.sharding.sharded_unit import ShardedUnit
 from zero.sharding.state_entries import entries_of
@@ -26,9 +28,15 @@ def stride_of(spec: ParameterSpec) -> tuple[int, ...] | None:
 
 def targets(module: nn.Module) -> list[Target]:
     """All parameters and persistent buffers. Parameters need not have values (sharded or deferred ones)."""
-    entries = entries_of(module)
+    entries, packed = entries_of(module), packed_leaves(module)
     parameters = [
-        Target(first, tuple(p.shape), p.is_floating_point(), tuple(aliases))
+        Target(
+            first,
+            tuple(p.shape),
+            p.is_floating_point(),
+            tuple(aliases),
+            name_of(p.dtype, first) if p in packed else None,
+        )
         for p, (first, *aliases) in entries.parameters.items()
     ]
     return parameters + [

@@ -15,7 +15,7 @@ from torch import nn
 
 from zero.config.training import Config
 from zero.errors import ConfigError
-from zero.sharding.forms import as_parameter, inner_leaves
+from zero.sharding.forms import packed_leaves
 
 _PACKED = ("quant", "packed")
 """Parts of the names of classes and attributes of parameters that hold packed weights."""
@@ -35,8 +35,7 @@ def exact_parameters(model: nn.Module, config: Config) -> set[nn.Parameter]:
     """
     frozen = (p for p in model.parameters() if not p.requires_grad and p.is_floating_point())
     stored = {p for p in frozen if not computes_in(p.dtype) or _says_quantised(p)}
-    inner = {as_parameter(leaf) for leaves in inner_leaves(model).values() for leaf in leaves.values()}
-    return stored | inner | set(_named(model, config))
+    return stored | packed_leaves(model) | set(_named(model, config))
 
 
 def _says_quantised(parameter: nn.Parameter) -> bool:

@@ -78,6 +78,11 @@ def inner_leaves(model: nn.Module) -> dict[nn.Parameter, Leaves]:
     return found
 
 
+def packed_leaves(model: nn.Module) -> set[nn.Parameter]:
+    """The leaves inside the model's parameters, whose values mean nothing in another dtype."""
+    return {as_parameter(leaf) for leaves in inner_leaves(model).values() for leaf in leaves.values()}
+
+
 def with_tensors_inside(model: nn.Module) -> list[str]:
     """The names of the parameters that have their values in other tensors, or in others too; but DTensors."""
     inner, named = inner_leaves(model), model.named_parameters()

@@ -19,6 +19,7 @@ class TensorInfo(Sized):
 
     dtype: of the stored values. training_dtype: of the weights in training, which differs where the stored
     values are wider masters. aliases: further names of the same tensor (tied weights are stored once).
+    packed: whether it is part of a quantised parameter, whose dtype belongs to its format.
     """
 
     name: str
@@ -27,6 +28,7 @@ class TensorInfo(Sized):
     training_dtype: str
     kind: TensorKind
     aliases: tuple[str, ...] = ()
+    packed: bool = False
 
 
 class Fragment(NamedTuple):

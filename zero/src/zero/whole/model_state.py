@@ -14,6 +14,7 @@ from zero.communication.mesh import Mesh, Meshes
 from zero.errors import StateError, some
 from zero.sharding.distributed import as_distributed, block_of, is_distributed
 from zero.sharding.flat_group import FlatGroup
+from zero.sharding.forms import packed_leaves
 from zero.sharding.sharded_unit import ShardedUnit
 from zero.sharding.state_entries import EVERYTHING, Selection, entries_of, load_rest, state_of
 from zero.whole.full_parameters import FullParameters, spread_buffer, view_of
@@ -141,7 +142,15 @@ def _copied(value: Any) -> Any:
 def _misfits(
     model: nn.Module, state: Mapping[str, Any], strict: bool, blocks: Mapping[str, nn.Parameter]
 ) -> str:
-    expected = state_of(model)
+    expected, packed = state_of(model), packed_leaves(model)
+    dtypes = [
+        f"{n}: {state[n].dtype} instead of {e.dtype}"
+        for n, e in expected.items()
+        if isinstance(e, Tensor)
+        and e in packed
+        and isinstance(state.get(n), Tensor)
+        and state[n].dtype != e.dtype
+    ]
     shapes = [
         f"{n}: {tuple(state[n].shape)} instead of {tuple(e.shape)}"
         for n, e in expected.items()
@@ -152,7 +161,11 @@ def _misfits(
         for n, e in expected.items()
         if isinstance(e, Tensor) and n in state and not _fits(state[n], blocks.get(n))
     ]
-    problems = {"with a different shape": shapes, "not a dense tensor with all its values": strange}
+    problems = {
+        "with a different shape": shapes,
+        "packed in another dtype": dtypes,
+        "not a dense tensor with all its values": strange,
+    }
     if strict:
         problems["missing"] = [n for n in expected if n not in state]
         problems["unexpected"] = [n for n in state if n not in expected]
