@@ -88,7 +88,7 @@ class Update(ABC):
     @property
     def moments(self) -> tuple[Tensor, ...]:
         """The optimizer's state, in the order of `moment_names`."""
-        return tuple(getattr(self, name) for name in self.moment_names)
+        return tuple(map(self.__getattribute__, self.moment_names))
 
     @classmethod
     def maps(cls) -> tuple[DynamicMap, ...]:
@@ -195,8 +195,8 @@ class AdamWUpdate(Update):
     @property
     def constants(self) -> tuple[float, ...]:
         """beta1, 1 - beta1, log(beta1), the same of beta2, eps."""
-        betas = (self.beta1, self.beta2)
-        return (*(c for beta in betas for c in (beta, 1 - beta, _log(beta))), self.eps)
+        first, second = self.beta1, self.beta2
+        return first, 1 - first, _log(first), second, 1 - second, _log(second), self.eps
 
     def bias_corrections(self) -> tuple[Tensor, Tensor]:
         """1 - beta ** step, accurate in fp32 and without waiting for the device; of beta2, its root."""

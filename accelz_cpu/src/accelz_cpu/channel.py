@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from ctypes import CDLL, c_int, c_int64, c_uint64
-from threading import RLock
+from threading import Lock
 from typing import Any
 
 import torch
@@ -29,8 +29,8 @@ class Channel(Transport):
     def __init__(self, library: CDLL, rank: int, size: int) -> None:
         self._library = library
         self._process = os.getpid()
-        self._lock = RLock()  # reentrant, because handles may be dropped anywhere
-        self._calls = 0
+        self._calls: list[None] = []  # one for each that is under way
+        self._closing = Lock()
         self._native: int | None = library.accelz_channel_create(rank, size)
         if self._native is None:
             raise RuntimeError(last_error(library))
@@ -99,7 +99,7 @@ class Channel(Transport):
         linger: LINGER_SECONDS by default. The memory is kept if another thread of this process is still
         waiting in a collective then.
         """
-        with self._lock:
+        with self._closing:
             native, self._native = self._native, None
         if native is None or os.getpid() != self._process:
             return
@@ -141,14 +141,11 @@ class Channel(Transport):
 
     def _call(self, function: Callable[..., int], *arguments: Any) -> int:
         """Call the library, counted, because ctypes lets other threads close the channel during the call."""
-        with self._lock:
-            native = self._open()
-            self._calls += 1
+        self._calls.append(None)  # before it looks for what `close` takes away; atomic, as `pop` is
         try:
-            return function(native, *arguments)
+            return function(self._open(), *arguments)
         finally:
-            with self._lock:
-                self._calls -= 1
+            self._calls.pop()
 
     def _open(self) -> int:
         if self._native is None:

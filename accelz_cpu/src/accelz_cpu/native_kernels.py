@@ -32,20 +32,20 @@ class NativeKernels(CpuKernels):
         self._optimizers = {name.decode(): number for number, name in enumerate(names)}
 
     def step(self, update: Update) -> None:
-        optimizer = self._optimizers.get(update.kernel)
-        if optimizer is None or not _serves(update):
+        optimizer, moments = self._optimizers.get(update.kernel), update.moments
+        if optimizer is None or not _serves(update, moments):
             super().step(update)
             return
         native = NativeUpdate(
             _pointer(update.master),
             _pointer(update.grad),
-            tuple(map(_pointer, update.moments)),
+            tuple(map(_pointer, moments)),
             tuple(map(_pointer, update.scales)),
             *map(_pointer, (update.weights, update.step, update.grad_scale, update.skip)),
-            _same_length(update.master, update.grad, update.weights, *update.moments),
+            _same_length(update.master, update.grad, update.weights, *moments),
             DTYPES[update.grad.dtype],
             0 if update.weights is None else DTYPES[update.weights.dtype],
-            DTYPES[update.moments[0].dtype] if update.moments else 0,
+            DTYPES[moments[0].dtype] if moments else 0,
             update.stochastic,
             update.lr,
             -1.0 if update.maximize else 1.0,
@@ -128,9 +128,8 @@ class NativeKernels(CpuKernels):
         )
 
 
-def _serves(update: Update) -> bool:
+def _serves(update: Update, moments: Sequence[Tensor]) -> bool:
     """Whether the library takes the tensors of a step."""
-    moments = update.moments
     return (
         update.master.dtype is torch.float32
         and {moment.dtype for moment in moments} in _MOMENTS
@@ -150,7 +149,7 @@ def _one_value(*scalars: Tensor | None) -> bool:
 
 def _flat(*tensors: Tensor | None) -> bool:
     """Whether the library takes the tensors: they must be dense, in host memory and of a dtype it knows."""
-    return all(t is None or (t.dtype in FLOATS and _dense(t)) for t in tensors)
+    return all(t is None or (t.dtype in FLOATS and t.is_cpu and t.is_contiguous()) for t in tensors)
 
 
 def _dense(tensor: Tensor) -> bool:

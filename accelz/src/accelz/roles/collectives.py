@@ -106,11 +106,11 @@ class Collectives:
         if not dist.is_initialized():
             limit = timedelta(seconds=timeout)
             place = (
-                _translated(lambda: place_of_this_process(timeout))
+                _translated(place_of_this_process, timeout)
                 if store is None
                 else {"rank": rank, "world_size": world_size, "store": store}
             )
-            _translated(lambda: self._init_process_group(limit, place))
+            _translated(self._init_process_group, limit, place)
         world = dist.group.WORLD
         assert world is not None
         if _joined.setdefault(world, os.getpid()) != os.getpid():
@@ -141,8 +141,8 @@ class Collectives:
             )
         members = None if ranks is None else list(ranks)
         if members is not None and members_only:
-            _translated(lambda: _even_out_groups(members, timeout))
-        made = _translated(lambda: self._make_group(members, timedelta(seconds=timeout), members_only))
+            _translated(_even_out_groups, members, timeout)
+        made = _translated(self._make_group, members, timedelta(seconds=timeout), members_only)
         return None if made is dist.GroupMember.NON_GROUP_MEMBER else Group.of(made, timeout)
 
     def _make_group(self, ranks: list[int] | None, timeout: timedelta, members_only: bool) -> Any:
@@ -167,7 +167,7 @@ class Collectives:
         """
         _check_sizes("all_gather", output, shard, group)
         _check_there(output, shard)
-        return _handle(lambda: self._start_all_gather(output, shard, group), (output, shard), async_op)
+        return _handle(async_op, (output, shard), self._start_all_gather, output, shard, group)
 
     def reduce_scatter(
         self, output: Tensor, full: Tensor, group: Group, op: ReduceOp = "sum", async_op: bool = False
@@ -175,9 +175,7 @@ class Collectives:
         """Reduce `full` (n × size elements) over all ranks and leave this rank's n elements in `output`."""
         _check_sizes("reduce_scatter", full, output, group)
         _check_there(output, full)
-        return _handle(
-            lambda: self._start_reduce_scatter(output, full, group, _OPS[op]), (output, full), async_op
-        )
+        return _handle(async_op, (output, full), self._start_reduce_scatter, output, full, group, _OPS[op])
 
     def all_to_all(
         self,
@@ -199,21 +197,20 @@ class Collectives:
         _check_dtypes(output, parts)
         _check_own_part(received[group.rank], sent[group.rank])
         _check_there(output, parts)
-        return _handle(
-            lambda: self._start_all_to_all(output, parts, received, sent, group), (output, parts), async_op
-        )
+        start = self._start_all_to_all
+        return _handle(async_op, (output, parts), start, output, parts, received, sent, group)
 
     def all_reduce(
         self, tensor: Tensor, group: Group, op: ReduceOp = "sum", async_op: bool = False
     ) -> Handle:
         """Reduce `tensor` over all ranks, in place. A host tensor travels over gloo."""
         _check_there(tensor)
-        return _handle(lambda: self._start_all_reduce(tensor, group, _OPS[op]), (tensor,), async_op)
+        return _handle(async_op, (tensor,), self._start_all_reduce, tensor, group, _OPS[op])
 
     def broadcast(self, tensor: Tensor, source: int, group: Group, async_op: bool = False) -> Handle:
         """Copy `tensor` from the group's rank `source` to all its ranks, in place."""
         _check_there(tensor)
-        return _handle(lambda: self._start_broadcast(tensor, source, group), (tensor,), async_op)
+        return _handle(async_op, (tensor,), self._start_broadcast, tensor, source, group)
 
     def check(self, group: Group) -> None:
         """Raise CollectiveError if a collective of the group has failed without any call reporting it.
@@ -318,8 +315,10 @@ def _even_out_groups(members: list[int], timeout: float) -> None:
             dist.new_group([rank], backend="gloo", use_local_synchronization=True)
 
 
-def _handle(start: Callable[[], dist.Work], keep: tuple[Tensor, ...], async_op: bool) -> Handle:
-    handle = _Work(_translated(start), keep)
+def _handle(
+    async_op: bool, keep: tuple[Tensor, ...], start: Callable[..., dist.Work], *arguments: Any
+) -> Handle:
+    handle = _Work(_translated(start, *arguments), keep)
     if async_op:
         return handle
     handle.wait()
@@ -369,9 +368,9 @@ def _check_dtypes(output: Tensor, parts: Tensor) -> None:
         )
 
 
-def _translated(call: Callable[[], Any]) -> Any:
+def _translated(call: Callable[..., T], *arguments: Any) -> T:
     try:
-        return call()
+        return call(*arguments)
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, ValueError) as error:

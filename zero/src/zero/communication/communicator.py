@@ -479,7 +479,7 @@ def _disagreement(unequal: Sequence[str], shown: str, advice: Mapping[str, str] 
 
 def _transportable(tensor: Tensor) -> Tensor:
     """View dtypes that communication libraries may not know as bytes, which are only copied, never summed."""
-    if tensor.is_floating_point() and tensor.element_size() > 1:
+    if tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1:
         return tensor
     with torch.inference_mode(False):  # the collective may complete outside of it
         return tensor.view(torch.uint8)

@@ -125,6 +125,7 @@ class GroupGradients:
         self._adds = False  # the whole buffer is for several backwards
         self._travels_in: torch.dtype | None = None  # if not in that of the whole buffer
         self._gradient_dtype = group.dtype
+        self._opened_for: torch.dtype | None = None  # gradients that fit into the whole buffer as it is
         self._count = len(group.parameters)
 
     @property
@@ -142,20 +143,32 @@ class GroupGradients:
         """Whether some parameter has had no gradient on this rank."""
         return len(self.locally_used) < self._count
 
-    def add(self, index: int, gradient: Tensor) -> None:
-        """Put the gradient of parameter `index` into the whole buffer, or add it to the one that is there."""
+    def add(self, index: int, gradient: Tensor, more: bool) -> bool:
+        """Put the gradient of parameter `index`, which autograd has accumulated, into the whole buffer, or
+        add it to the one that is there.
+
+        Returns whether every parameter has its gradient now, and had not before: reentrant checkpointing
+        runs a backward inside the backward, and no gradient tells when that one ends. more: another graph has
+        a gradient to be added to this one.
+        """
+        was_full = len(self.fired) == self._count
         self.fired.add(index)
         self.locally_used.add(index)
         gradient = gradient.to_dense() if gradient.is_sparse else gradient
-        self._gradient_dtype = gradient.dtype
-        again = index in self.filled
-        whole = self._open(again)
+        again, whole = index in self.filled, self.whole
+        if whole is None or again or gradient.dtype is not self._opened_for:
+            self._gradient_dtype = gradient.dtype
+            whole = self._open(again)
+            self._opened_for = gradient.dtype
         if again:
             slot = whole.slots[index]
             self._accelerator.kernels.accumulate(whole.data[_window(slot)], _flat(gradient, slot))
         else:
             whole.views[index].copy_(gradient)
             self.filled.add(index)
+        if more:
+            self.fired.discard(index)
+        return not was_full and len(self.fired) == self._count
 
     def _open(self, adds: bool = False) -> FlatBuffer:
         """The whole buffer, made if there is none, and widened if more is to be added than was expected; the
@@ -325,7 +338,7 @@ class GroupGradients:
         self.total = False
 
     def _forget_progress(self) -> None:
-        self._travels_in = None
+        self._travels_in = self._opened_for = None
         self._keeps_late = False
         self.fired.clear()
         self.closed = False

@@ -16,7 +16,7 @@ with `grad = None`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,22 +107,11 @@ class GradientReducer:
             with self._communicator.postponing_disk_errors():
                 gradients.begin_backward(last)
 
-    def receive(self, gradients: GroupGradients, index: int, gradient: Tensor, more: bool = False) -> bool:
-        """Take one parameter's gradient, which autograd has accumulated.
-
-        Returns whether every trainable parameter of the unit has its gradient now, and had not before. It may
-        not be the parameter's first: reentrant checkpointing runs a backward inside the backward, and no
-        gradient tells when that one ends. more: another graph has a gradient to be added to this one.
-        """
-        again = index in gradients.fired
-        gradients.add(index, gradient)
-        if more:
-            gradients.fired.discard(index)
-        if not gradients.full:
-            return False
+    def completes_unit(self, gradients: GroupGradients) -> bool:
+        """A group has all its gradients. Returns whether every trainable parameter of the unit has."""
         if self._alone:
             self.close([gradients])
-        return not again and all(g.full for g in self.of_unit(gradients.unit))
+        return all(each.full for each in self.of_unit(gradients.unit))
 
     def of_unit(self, unit: ShardedUnit) -> Sequence[GroupGradients]:
         """The gradients of a unit's trainable groups."""
@@ -321,11 +310,9 @@ class GradientReducer:
         total = None if sums is None else sums.of_all(gradients)
         return gradients.slice.get() if total is None else total
 
-    def used(self) -> Iterator[nn.Parameter]:
+    def used(self) -> list[nn.Parameter]:
         """Parameters that have had a gradient on any rank since the last step."""
-        for gradients in self.all:
-            for index in gradients.used:
-                yield gradients.group.parameters[index]
+        return [gradients.group.parameters[index] for gradients in self.all for index in gradients.used]
 
     def _used_and_late(self) -> list[GroupGradients]:
         """Note which parameters have a gradient on any rank.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
+from operator import attrgetter
 
 from torch import Tensor, nn
 
@@ -26,6 +28,9 @@ class StepGradients:
     group: FlatGroup
     used: set[int]
     slice: ReducedSlice
+
+
+_parameter = attrgetter("parameter")
 
 
 @dataclass
@@ -61,6 +66,7 @@ class SteppedSubGroup:
     pieces: list[SteppedPiece] = field(default_factory=list)
     turns: int = 0
     steps: Tensor = field(init=False)
+    _runs: dict[tuple[int, ...], list[tuple[int, slice]]] = field(default_factory=dict, init=False)
 
     @property
     def numel(self) -> int:
@@ -98,24 +104,36 @@ class SteppedSubGroup:
 
     def piece_versions(self) -> list[int]:
         """How often each piece was written to directly, as optimizers and programs do; kernels do not."""
-        return versions_of(piece.parameter for piece in self.pieces)
+        return versions_of(map(_parameter, self.pieces))
 
     def missing(self, used: set[int]) -> tuple[int, ...]:
         """Indices of the pieces whose parameters are not among `used`."""
+        if used >= self._indices:
+            return ()
         return tuple(i for i, p in enumerate(self.pieces) if p.piece.index not in used)
+
+    @cached_property
+    def _indices(self) -> frozenset[int]:
+        return frozenset(piece.piece.index for piece in self.pieces)
 
     def remember(self, missed: tuple[int, ...]) -> None:
         """Note a step in which the `missed` pieces had no gradient: their counts are behind from now on."""
         self.turns += 1
+        if missed:
+            self._runs.clear()
         for piece in [self.pieces[index] for index in missed]:
             piece.history = hash((piece.history, self.turns))
 
-    def runs(self, missed: tuple[int, ...]) -> Iterator[tuple[int, slice]]:
+    def runs(self, missed: tuple[int, ...]) -> list[tuple[int, slice]]:
         """The longest stretches of the sub-group that one kernel call can step, each with its first piece:
         their pieces are alike in param group and history. missed: pieces without a gradient, which lie in no
         stretch.
         """
+        if missed not in self._runs:  # a step has mostly the same as the one before
+            self._runs[missed] = list(self._find_runs(missed))
+        return self._runs[missed]
 
+    def _find_runs(self, missed: tuple[int, ...]) -> Iterator[tuple[int, slice]]:
         def key(item: tuple[int, SteppedPiece]) -> tuple[int, int] | None:
             index, piece = item
             return None if index in missed else (piece.param_group, piece.history)

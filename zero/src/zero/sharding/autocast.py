@@ -9,6 +9,7 @@ which autocast casts.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -34,9 +35,12 @@ _CAST: dict[Callable[..., Any], tuple[str, ...]] = {
 _TOLD_FROM = 0.1  # share of a model's elements in matrices of unknown use, for a warning
 
 
+_is_available = cache(torch.amp.is_autocast_available)
+
+
 def enabled_dtype(device_type: str) -> torch.dtype | None:
     """Return the dtype that autocast casts to at this moment; None if it is off, or there is none."""
-    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
+    if _is_available(device_type) and torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)
     return None
 

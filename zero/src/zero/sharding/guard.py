@@ -48,6 +48,8 @@ _METHODS = frozenset(
 
 
 _GRAD: Any = Tensor.grad
+set_gradient: Callable[[Tensor, Tensor | None], None] = _GRAD.__set__
+"""Sets `grad`; of a sharded parameter, where torch functions of subclasses are disabled."""
 
 _serving: set[Callable[..., Any]] = set()
 
@@ -55,6 +57,12 @@ _serving: set[Callable[..., Any]] = set()
 def admit(operation: Callable[..., Any]) -> None:
     """Allow `operation` on sharded parameters: it reads none of their values."""
     _serving.add(operation)
+
+
+def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor | None]:
+    """The `grad` of each, without the guard of sharded parameters."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return list(map(_GRAD.__get__, parameters))
 
 
 class UnitOfParameter(Protocol):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from operator import attrgetter, methodcaller
 
 import torch
 from torch import nn
@@ -24,7 +26,7 @@ class ParameterChecks:
         groups = [group for unit in units for group in unit.groups]
         self._model = ModelRef(module)
         wrappers = [parameter for unit in units for parameter in unit.wrappers]
-        self._known = {id(p) for group in groups for p in group.parameters} | set(map(id, wrappers))
+        self._known = {id(p) for group in groups for p in group.parameters} | set(map(id, [*wrappers, None]))
         self._names_then = _names_of(module)
         self._units = tuple(units)
         # Trained groups whose whole buffers stay, so that a program may change them at any time.
@@ -75,7 +77,7 @@ class ParameterChecks:
 
     def check_model(self) -> None:
         """Check parameters before values of the whole model are saved or loaded."""
-        self._refuse("saved or loaded", list(self._new()))
+        self._refuse("saved or loaded", self._new())
         with torch._C.DisableTorchFunctionSubclass():
             self._check_rebound()
         now, then = _names_of(self._model()), self._names_then
@@ -94,25 +96,27 @@ class ParameterChecks:
                 "model before zero.initialize"
             )
 
-    def _new(self) -> Iterator[nn.Parameter]:
-        """Yield the parameters that the engine does not have.
-
-        Walks the modules itself, as `named_parameters()` takes eight times as long.
-        """
-        known, modules, seen = self._known, [self._model()], set[int]()
-        while modules:
-            module = modules.pop()
-            if id(module) in seen:
-                continue
-            seen.add(id(module))
-            for parameter in module._parameters.values():
-                if id(parameter) not in known and parameter is not None:
-                    yield parameter
-            modules.extend(child for child in module._modules.values() if child is not None)
+    def _new(self) -> list[nn.Parameter]:
+        """The parameters that the engine does not have."""
+        every = chain.from_iterable(map(_values, map(attrgetter("_parameters"), _modules_of(self._model()))))
+        return [parameter for parameter in every if id(parameter) not in self._known]
 
     def _names(self, parameters: Iterable[nn.Parameter]) -> list[str]:
         wanted = {id(parameter) for parameter in parameters}
         return [name for name, parameter in self._model().named_parameters() if id(parameter) in wanted]
+
+
+_values = methodcaller("values")
+
+
+def _modules_of(model: nn.Module) -> Iterable[nn.Module]:
+    """All modules, each once, found level by level: `modules()` takes eight times as long."""
+    found = level = {id(model): model}
+    while level:
+        children = chain.from_iterable(map(_values, map(attrgetter("_modules"), level.values())))
+        level = {id(child): child for child in children if child is not None and id(child) not in found}
+        found = found | level
+    return found.values()
 
 
 def _names_of(module: nn.Module) -> dict[str, int]:

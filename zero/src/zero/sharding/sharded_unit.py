@@ -120,7 +120,7 @@ class ShardedUnit:
 
     @property
     def in_use(self) -> bool:
-        return bool(self.held or self.calls_in_backward or self.kept)
+        return bool(self.forwards or self._bound_before_exact or self.calls_in_backward or self.kept)
 
     def has_views_among(self, tensors: Iterable[Tensor]) -> bool:
         """Return whether one of `tensors` lies in parameter memory that a release would drop."""
@@ -132,7 +132,8 @@ class ShardedUnit:
     def forget_calls(self, keep: Iterable[Keep] = ()) -> None:
         """Forget calls in backward, none of which is expected to go on, and reasons in `kept` but `keep`."""
         self.calls_in_backward.clear()
-        self.kept.intersection_update(keep)
+        if self.kept:
+            self.kept.intersection_update(keep)
 
     def state(self, fmt: GatherFormat = EXACT) -> State:
         if self.resident or fmt in self._gathered:
@@ -150,8 +151,10 @@ class ShardedUnit:
         all: every fp32 parameter is wanted in `dtype`. A unit that is held exact also computes with exact
         values.
         """
-        castable = any(g.dtype is torch.float32 and (all or g.gather_options.narrows) for g in self.groups)
-        narrow = dtype if castable and dtype is not torch.float32 else None
+        narrow = None
+        if dtype not in (None, torch.float32):
+            wide = [group for group in self.groups if group.dtype is torch.float32]
+            narrow = dtype if any(all or group.gather_options.narrows for group in wide) else None
         return GatherFormat(
             narrow, None if self.held_exact else self._quant_dtype, all and narrow is not None
         )
@@ -164,6 +167,8 @@ class ShardedUnit:
         if self.resident or fmt in self._gathered:
             return
         begun = self._pending.setdefault(fmt, [])
+        if len(begun) == len(self.groups):
+            return
         with ranged("gather", self.name):
             for group in self.groups[len(begun) :]:
                 shared = self._shared(group, len(begun), fmt)

@@ -9,7 +9,7 @@ collective: every rank has to ask.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, Protocol, Self
 
@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map
 
 from zero.errors import UsageError
 from zero.sharding.distributed import as_distributed, is_distributed, local_gradient
-from zero.sharding.guard import describe, is_metadata
+from zero.sharding.guard import describe, gradients_of, is_metadata, set_gradient
 
 Multiplier = float | Tensor
 """A number, or a tensor of one element."""
@@ -180,62 +180,69 @@ class StandIns:
 
     def __init__(self, kind: type[GradientStandIn]) -> None:
         self._kind = kind
-        self._made: dict[nn.Parameter, Tensor] = {}
-        self._places: dict[nn.Parameter, _GradientPlace] = {}
-        self._shown: dict[nn.Parameter, None] = {}
+        self._made: dict[int, Tensor] = {}  # by the parameter's id, as what is below
+        self._places: dict[int, _GradientPlace] = {}
+        self._shown: dict[int, nn.Parameter] = {}
 
     def show(self, parameters: Iterable[nn.Parameter], held: HeldGradient | None = None) -> None:
         """Set the `grad` of each of these parameters to its stand-in. held: what stands behind them, always
         the same; None: they only refuse."""
-        with torch._C.DisableTorchFunctionSubclass():  # `grad` of a sharded parameter, without its guard
-            for parameter in parameters:
-                parameter.grad = self._of(parameter, held)
-                self._shown[parameter] = None
+        shown = {id(parameter): parameter for parameter in parameters}
+        with torch._C.DisableTorchFunctionSubclass():  # without the guard of sharded parameters
+            for key, parameter in shown.items():
+                made = self._made.get(key)
+                if made is None or made.dtype is not parameter.dtype or made.device != parameter.device:
+                    made = self._make(parameter, held)
+                set_gradient(parameter, made)
+        self._shown |= shown
 
-    def removed(self) -> list[nn.Parameter]:
-        """Parameters whose stand-in somebody has removed since."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return [parameter for parameter in self._shown if parameter.grad is None]
+    def changed(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        """Parameters whose stand-in somebody has removed since, and those whose stand-in somebody has
+        replaced by something else."""
+        made = map(self._made.__getitem__, self._shown)
+        now = zip(self._shown.values(), gradients_of(self._shown.values()), made, strict=True)
+        found = [(parameter, gradient) for parameter, gradient, made in now if gradient is not made]
+        return [p for p, gradient in found if gradient is None], [
+            p for p, gradient in found if gradient is not None
+        ]
 
-    def replaced(self) -> list[nn.Parameter]:
-        """Parameters whose stand-in somebody has replaced by something else."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return [p for p in self._shown if p.grad is not None and p.grad is not self._made[p]]
-
-    def others(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    def others(self, parameters: Collection[nn.Parameter]) -> list[nn.Parameter]:
         """Those of these parameters that have a gradient which is none of the engine's."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return [p for p in parameters if p.grad is not None and p not in self._shown]
+        now = zip(parameters, gradients_of(parameters), strict=True)
+        return [p for p, gradient in now if gradient is not None and id(p) not in self._shown]
 
-    def hide(self, which: Set[nn.Parameter] | None = None) -> None:
+    def hide(self, which: Iterable[nn.Parameter] | None = None) -> None:
         """Take the stand-ins of these parameters away; without an argument, all."""
-        mine = [p for p in self._shown if which is None or p in which]
+        keys = list(self._shown) if which is None else map(id, which)
         with torch._C.DisableTorchFunctionSubclass():
-            for parameter in mine:
-                parameter.grad = None
-        for parameter in mine:
-            del self._shown[parameter]
+            for key in keys:
+                if key in self._shown:
+                    set_gradient(self._shown.pop(key), None)
 
     @contextmanager
     def aside(self) -> Iterator[None]:
         """In the block, parameters have no gradients: a compiler would take stand-ins for tensors."""
+        there = [
+            (key, p)
+            for (key, p), gradient in zip(
+                self._shown.items(), gradients_of(self._shown.values()), strict=True
+            )
+            if gradient is self._made[key]
+        ]
         with torch._C.DisableTorchFunctionSubclass():
-            there = [p for p in self._shown if p.grad is self._made[p]]
-            for parameter in there:
-                parameter.grad = None
+            for _, parameter in there:
+                set_gradient(parameter, None)
         try:
             yield
         finally:
             with torch._C.DisableTorchFunctionSubclass():
-                for parameter in there if self._shown else ():  # unless they were hidden meanwhile
-                    parameter.grad = self._made[parameter]
+                for key, parameter in there if self._shown else ():  # unless they were hidden meanwhile
+                    set_gradient(parameter, self._made[key])
 
-    def _of(self, parameter: nn.Parameter, held: HeldGradient | None) -> Tensor:
-        made = self._made.get(parameter)
-        if made is None or made.dtype is not parameter.dtype or made.device != parameter.device:
-            made = self._made[parameter] = self._kind(parameter, held)
-            place = self._places.setdefault(parameter, _GradientPlace(parameter))
-            made.__dict__["_place"] = weakref.ref(place)
+    def _make(self, parameter: nn.Parameter, held: HeldGradient | None) -> Tensor:
+        made = self._made[id(parameter)] = self._kind(parameter, held)
+        place = self._places.setdefault(id(parameter), _GradientPlace(parameter))
+        made.__dict__["_place"] = weakref.ref(place)
         return made
 
 

@@ -27,9 +27,9 @@ def iter_tensors(value: Any) -> Iterator[Tensor]:
         item = stack.pop()
         if isinstance(item, Tensor):
             yield item
-        elif not is_atom(item) and id(item) not in seen:
+        elif type(item) not in _ATOMS and id(item) not in seen:
             seen.add(id(item))
-            stack.extend(_children(item))
+            stack += item if type(item) in (tuple, list) else _children(item)
 
 
 def with_inner(tensors: Iterable[Tensor]) -> list[Tensor]:
@@ -64,10 +64,12 @@ def attributes(item: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _children(item: Any) -> list[Any]:
-    if isinstance(item, Mapping):
+    if isinstance(item, (dict, Mapping)):
         return list(item.values())
     if isinstance(item, (list, tuple, set, frozenset)):
         return list(item)
+    if is_atom(item):
+        return []
     if dataclasses.is_dataclass(item) and not isinstance(item, type):
         return [getattr(item, f.name) for f in dataclasses.fields(item)]
     if isinstance(item, (torch.nn.Module, type, FunctionType, MethodType, BuiltinFunctionType, ModuleType)):

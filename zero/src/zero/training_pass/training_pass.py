@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle, unserializable_hook
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from zero.communication.communicator import Communicator
 from zero.config.training import Config, dtype_named
@@ -118,8 +117,6 @@ class TrainingPass(Uncopied):
         self._progress = Progress(device_type)
         self._entered = -1  # the newest of autograd's tasks so far
         self._entering = RLock()  # autograd may have a thread for each device
-        # The producer, and the calls to begin. Not an attribute of the tensor, which users may want to save.
-        self._followed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._leaves_graph = False  # of the last forward of the whole model
         self._without_graph = False  # of a unit's forward, inside of one that left a graph
         self._self = weakref.ref(self)
@@ -332,10 +329,12 @@ class TrainingPass(Uncopied):
         given first. A tensor that has since been changed in place has another producer.
         """
         self._progress.look_at(tensor)
-        producer, calls = self._followed.get(tensor, (None, []))
-        if producer is None or producer is not tensor.grad_fn:
-            calls = []
-            self._followed[tensor] = tensor.grad_fn, calls
+        assert tensor.grad_fn is not None
+        known: Any = tensor.grad_fn.metadata  # of the node: a dict, which goes with it
+        key = (self._self, tensor.output_nr)
+        calls = known.get(key)
+        if calls is None:
+            calls = known[key] = []
             tensor.register_hook(unserializable_hook(partial(_come, self._self, number_of(tensor), calls)))
         if edges is not None:
             calls.insert(0, edges)
@@ -373,12 +372,13 @@ class TrainingPass(Uncopied):
         """Take a parameter's gradient. more: another compiled graph has one to be added to it."""
         if not self.in_backward:
             self.enter()
-        if not self.in_backward:
-            raise UsageError(_OUTSIDE)
-        calls = self.calls[gradients.unit.index]
-        calls.gradient_arrived()
+            if not self.in_backward:
+                raise UsageError(_OUTSIDE)
+        calls, task = self.calls[gradients.unit.index], torch._C._current_graph_task_id()
+        if task != self.order.task:
+            calls.gradient_arrived(task)
         with apart():
-            if self._reducer.receive(gradients, index, gradient, more):
+            if gradients.add(index, gradient, more) and self._reducer.completes_unit(gradients):
                 calls.gradients_complete()
 
     def receive_from_graph(self, group: FlatGroup, index: int, gradient: Tensor, more: bool) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from weakref import WeakSet
 
-import torch
 from torch import nn
 
 from zero.sharding.sharded_unit import ShardedUnit
@@ -59,13 +58,12 @@ class UnitCalls:
             edges.call for edges in self.in_graphs if edges.call not in self.ahead and edges.is_in_graph()
         ]
 
-    def gradient_arrived(self) -> None:
-        """Note that a parameter has a gradient.
+    def gradient_arrived(self, task: int) -> None:
+        """Note that a parameter has got a gradient in a task of autograd's that is not the outermost.
 
         Calls that an outer backward began do not end with the gradients of a backward that runs inside it
         (reentrant checkpointing): more may come from the outer one.
         """
-        task = torch._C._current_graph_task_id()
         for call in self.unit.calls_in_backward:
             if call.task < task:
                 call.ends_with_gradients = False
@@ -76,10 +74,10 @@ class UnitCalls:
         Ends the calls whose end no input reports, unless gradients may still pass through frozen parameters
         or go to those of other units.
         """
-        if any(p.requires_grad for p in self._others) or not all(p.requires_grad for p in self.parameters):
-            return
         calls = self.unit.calls_in_backward
         open_ended = {call for call in calls if call.ends_with_gradients and call.newest_input < 0}
-        calls -= open_ended
-        if open_ended:  # else its user releases it: a call at its end, or a graph
+        if not open_ended:  # its user releases it: a call at its end, or a graph
+            return
+        if not any(p.requires_grad for p in self._others) and all(p.requires_grad for p in self.parameters):
+            calls -= open_ended
             self.unit.release()

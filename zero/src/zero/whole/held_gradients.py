@@ -208,7 +208,7 @@ class HeldGradients:
         """
         if self._factor.by_program and not self._unscaled:
             raise UsageError(_NOT_SCALED)
-        if self._of_pieces.removed() or self._of_pieces.replaced():
+        if any(self._of_pieces.changed()):
             raise UsageError(_OPTIMIZERS)
         self._pieces_shown = False
         self._take_in()
@@ -238,9 +238,9 @@ class HeldGradients:
         """Drop the gradients that the program has removed, and make what is dropped zero. Raises UsageError
         for those that it has replaced."""
         self.check_none_given()
-        if replaced := self._stand_ins.replaced():
+        removed, replaced = self._stand_ins.changed()
+        if replaced:
             raise UsageError(_REPLACED.format(some([self._name(each) for each in replaced])))
-        removed = self._stand_ins.removed()
         self._changes["parameters whose `.grad` was removed"] = [self._name(each) for each in removed]
         self.drop(set(removed))
         for parameter in self._dropped:
