@@ -87,7 +87,7 @@ $(FRAMEWORKS_STAMP): $(STAMP) constraints-frameworks.txt scripts/layer_venv.py
 
 docs: $(DOCS_STAMP)  ## the documentation as a site, in build/site; a broken link or a missing name fails
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs --quiet build
-	$(DOCS)/bin/python -m pytest -n 0 tests/docs $(ARGS)
+	$(DOCS)/bin/python -m pytest -n 0 tests/docs $(ARGS) $(call again,$(DOCS)/bin/python,tests/docs)
 
 $(DOCS_STAMP): $(STAMP) constraints-docs.txt scripts/layer_venv.py
 	test -x $(DOCS)/bin/python || $(BIN)/python -m venv --without-pip $(DOCS)
