@@ -97,6 +97,11 @@ def cast_once(call: Call, values: Tensor, weight: Tensor, bias: Tensor | None = 
     return call(values, weight, bias)
 
 
+def never_cast(call: Call, *args: Any, **options: Any) -> Any:
+    with torch.autocast("cpu", enabled=False):
+        return call(*args, **options)
+
+
 def last_one_left_out(call: Call, first: list[Tensor], *others: Any, **options: Any) -> Any:
     return call(first[:-1], *(x[:-1] if isinstance(x, (list, tuple)) else x for x in others), **options)
 
@@ -125,6 +130,7 @@ LIES: dict[str, Call] = {
     "cross_entropy": every_target_counts,
     "gelu": one_percent_more,
     "silu": read_as_if_dense,
+    "conv1d": never_cast,
     "conv2d": groups_halved,
     "scatter_add": last_gradient_halved,
     "cumsum": missing,

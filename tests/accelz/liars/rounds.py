@@ -323,6 +323,7 @@ ROUNDS["operators"] = {
     "groups are halved": _operator(f"{FUNCTIONAL}.conv2d", "(strided, in groups"),
     "an operator is missing": _operator("torch.aten::cumsum", "register a kernel"),
     "casts of weights are stale": _operator("torch.autocast", "weights that were written", "new_weights"),
+    "convolutions are not cast": _operator("torch.autocast", "conv1d must give bfloat16", "every_product"),
     "foreach forgets the last": _operator(
         "torch.optim.AdamW", "parameter 3 must be that of the host (foreach"
     ),

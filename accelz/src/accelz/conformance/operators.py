@@ -97,7 +97,7 @@ class Operator:
 
 
 @contextmanager
-def operator(name: str, expected: str) -> Iterator[None]:
+def operator(name: str, expected: str, do: str = "") -> Iterator[None]:
     """Report what an operator raises as its broken contract, and name it if it hangs or crashes in the block.
     A missing one is left to the report, which names it as torch does."""
     try:
@@ -109,7 +109,7 @@ def operator(name: str, expected: str) -> Iterator[None]:
         if missing_operator(error):
             raise
         came = f"{type(error).__name__}: {error}\n{stack_of(error)}"
-        raise ContractBroken(name, expected, came) from error
+        raise ContractBroken(name, expected, came, do) from error
 
 
 def floats(*shapes: tuple[int, ...]) -> Inputs:

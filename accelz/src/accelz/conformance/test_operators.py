@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,15 @@ WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.in
 DROPOUT = "torch.nn.functional.dropout"
 AUTOCAST = "torch.autocast"
 CHECKPOINT = "torch.utils.checkpoint"
+PRODUCTS: tuple[tuple[Any, ...], ...] = (
+    (torch.matmul, (3, 4), (4, 5)),
+    (torch.bmm, (2, 3, 4), (2, 4, 5)),
+    (F.conv1d, (2, 3, 9), (4, 3, 3)),
+    (F.conv2d, (2, 3, 6, 5), (4, 3, 3, 3)),
+)
+"""What autocast casts for on torch's own devices, with shapes of inputs."""
+NORMS: tuple[tuple[Any, ...], ...] = ((F.layer_norm, (6,), 6, (0, 1)), (F.group_norm, 2, 4, (0, 2)))
+"""With the shape or number of groups, the size of their weights, and the other dimensions."""
 BF16 = needs("dtype bfloat16")
 ROUND = TOLERANCE[torch.float32]
 
@@ -226,6 +236,37 @@ class TrainingOperatorsContract:
         bound = TOLERANCE[torch.bfloat16]
         expected = "gradients must be those of the host"
         expect_close(layer.weight.grad, host.weight.grad, AUTOCAST, expected, bound, bound, do)
+
+    @about(AUTOCAST)
+    @BF16
+    def test_autocast_casts_for_every_product(self, accelerator: Accelerator) -> None:
+        """Engines send weights of such layers already cast."""
+        for product, *shapes in PRODUCTS:
+            inputs = [torch.ones(shape, device=accelerator.device) for shape in shapes]
+            with operator(AUTOCAST, f"{product.__name__} must run"), _autocast(accelerator):
+                came = product(*inputs).dtype
+            do = f"add {product.__name__} to the device's autocast lists"
+            expected = f"{product.__name__} must give bfloat16"
+            expect(came == torch.bfloat16, AUTOCAST, expected, str(came), do)
+
+    @about(AUTOCAST)
+    @BF16
+    def test_autocast_norms_take_what_products_give(self, accelerator: Accelerator) -> None:
+        """Weights of norms stay float32, and get gradients."""
+        host = torch.randn(2, 4, 6).bfloat16()
+        for norm, groups, size, others in NORMS:
+            values = host.to(accelerator.device).requires_grad_()
+            weight = torch.ones(size, device=accelerator.device, requires_grad=True)
+            do = f"let autocast have {norm.__name__} in float32, or its kernel take both dtypes"
+            with operator(AUTOCAST, f"{norm.__name__} must run, forward and backward", do):
+                with _autocast(accelerator):
+                    loss = norm(values, groups, weight, torch.zeros_like(weight)).float().square().sum()
+                loss.backward()
+            assert weight.grad is not None
+            want = 2 * norm(host.float(), groups).square().sum(others)
+            bound = TOLERANCE[torch.bfloat16]
+            expected = f"the weights of {norm.__name__} must get their gradients"
+            expect_close(weight.grad, want, AUTOCAST, expected, bound, bound, do)
 
     @about(AUTOCAST)
     @BF16
