@@ -10,6 +10,7 @@ import torch
 
 from accelz import HOST, Capabilities
 from accelz.conformance.cluster import Clusters, Context
+from accelz.conformance.operators import TOLERANCE
 from tests.simulated import is_simulated
 
 LACKING: dict[str, tuple[str, Callable[[Capabilities], bool]]] = {
@@ -47,6 +48,12 @@ class Abilities:
     def apart(self) -> bool:
         """Whether the memory is not the host's."""
         return self.device_type != HOST.type
+
+    @property
+    def close(self) -> float:
+        """What losses and weights may differ by, relatively: the kit's tolerance, and less on the host, where
+        both ways use the same kernels."""
+        return TOLERANCE[torch.float32] if self.apart else 1e-5
 
     @property
     def exact(self) -> bool:

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
+from tests.zero.conftest import Abilities
 from tests.zero.helpers.compiled_models import fresh as compiled_model
 from tests.zero.helpers.loops import train_on
 from tests.zero.helpers.models import fresh, language_loss
@@ -155,10 +156,10 @@ def beside_body(context: Context) -> list[bool]:
     return copies.seen
 
 
-def test_shards_come_beside_the_computation(cluster: Clusters, device: str) -> None:
+def test_shards_come_beside_the_computation(cluster: Clusters, abilities: Abilities) -> None:
     """On one rank only: with several, a device without its own collectives also copies gathered values."""
-    if device == "cpu":
-        pytest.skip("the device is the host")
+    if not (abilities.apart and abilities.capabilities.streams):
+        pytest.skip("needs a device with memory of its own and several streams")
     (found,) = cluster(1).run(beside_body)
     assert len(found) >= 4
     assert not any(found)

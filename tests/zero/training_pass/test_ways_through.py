@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
+from tests.zero.conftest import Abilities
 from tests.zero.helpers.loops import train_on
 from tests.zero.helpers.ways import WIDTH, Loss, Slotted, averaged, batch, chain, plain
 
@@ -160,10 +161,12 @@ def kept_body(context: Context, whole: bool) -> str:
 
 
 @pytest.mark.parametrize("whole", [False, True])
-def test_a_unit_entered_by_another_way(cluster: Clusters, device: str, whole: bool) -> None:
-    """It is refused except where ranks of a node share the values, or these are shown: there it works."""
+def test_a_unit_entered_by_another_way(cluster: Clusters, abilities: Abilities, whole: bool) -> None:
+    """It is refused except where the values stay (those that ranks of a node share, and where no bytes can be
+    dropped) or are shown: there it works."""
+    dropped = abilities.apart and abilities.capabilities.storage_resize
     for message in cluster(2).run(kept_body, whole=whole):
-        assert ("other than through its output" in message) == (not whole and device != "cpu")
+        assert ("other than through its output" in message) == (not whole and dropped)
 
 
 def fresh_weights_body(context: Context) -> float:
