@@ -7,6 +7,7 @@ folder with a slash stands for all of its pages.
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 import re
@@ -104,10 +105,13 @@ def _copied(target: Path) -> str:
 
 
 def _copy(config: Any, target: Path) -> File:
-    """A file of the repository as a page, an image as it is, a folder as the list of its files."""
+    """A file of the repository as a page, an image as it is, a folder as the list of its files or as what
+    changes from script to script."""
     place = target.relative_to(ROOT).as_posix()
     if target.suffix in _IMAGES:
         file = File.generated(config, _copied(target), abs_src_path=str(target))
+    elif pairs := _pairs(target):
+        file = File.generated(config, _copied(target), content=f"# {place}\n\n{pairs}")
     elif target.is_dir():
         names = sorted(path.name for path in target.iterdir() if not path.name.startswith(("_", ".")))
         listed = "\n".join(f"- `{name}`" for name in names)
@@ -121,6 +125,19 @@ def _copy(config: Any, target: Path) -> File:
         file = File.generated(config, _copied(target), content=f"# {place}\n\n{fence}\n")
     file.inclusion = InclusionLevel.NOT_IN_NAV
     return file
+
+
+def _pairs(folder: Path) -> str:
+    """Scripts before and after a change, whole, with what goes and what comes marked."""
+    parts = []
+    for before in sorted(folder.glob("*_before.py")):
+        after = before.with_name(before.name.replace("_before", "_after"))
+        texts = [path.read_text(encoding="utf-8").splitlines() for path in (before, after)]
+        names, context = (before.name, after.name), max(map(len, texts))
+        lines = difflib.unified_diff(*texts, *names, n=context, lineterm="")
+        marked = "\n".join(line for line in lines if not line.startswith("@@"))
+        parts.append(f"## {before.name} and {after.name}\n\n```diff\n{marked}\n```\n")
+    return "\n".join(parts)
 
 
 def _notebook(path: Path) -> str:

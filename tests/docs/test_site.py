@@ -78,6 +78,13 @@ def test_errors_have_pages(name: str) -> None:
     assert text.count("<li><code>") >= 2
 
 
+def test_scripts_of_migrations_are_shown_with_what_changes() -> None:
+    text = (SITE / "source" / "examples" / "migration.html").read_text()
+    came = re.findall(r'class="gi">\+(.*?)</span>', text)
+    assert came.count("import zero") == 2  # for FSDP2 and Accelerate
+    assert "from zero.integrations import deepspeed" in came
+
+
 def test_the_reference_has_signatures_and_docstrings() -> None:
     reference = "".join(page.read_text() for page in (SITE / "api").glob("*.html"))
     for name in (*zero.__all__, *zero.observe.__all__):

@@ -6,8 +6,11 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tests.accelz import forked
+from tests.examples.migrated import CLOSE, losses
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -26,6 +29,15 @@ def test_lora_learns_and_resumes(tmp_path: Path) -> None:
     assert losses[-1] < losses[0]
     assert len(printed(tmp_path, "lora_finetune", "--steps", "14")) == 2
     assert (tmp_path / "out/adapter/adapter_model.safetensors").is_file()
+
+
+def test_accelerate_and_zero_have_the_same_losses_and_weights(tmp_path: Path) -> None:
+    before, after = tmp_path / "before", tmp_path / "after"
+    old, new = losses(before, "accelerate_before"), losses(after, "accelerate_after")
+    assert new[0] == pytest.approx(old[0], abs=CLOSE)
+    weights = load_file(after / "model.safetensors")
+    for name, value in load_file(before / "model.safetensors").items():
+        torch.testing.assert_close(weights[name], value, atol=1e-4, rtol=1e-4)
 
 
 def test_trainer_learns_and_resumes(tmp_path: Path) -> None:
