@@ -30,6 +30,8 @@ def test_a_notebook_runs_and_prints_what_it_shows(path: Path) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     NotebookClient(found, timeout=120, kernel_name="python3").execute()
     shown, printed = lines(stored), lines(found)
+    drawn = [o["data"].get("text/html", "") for c in found.cells for o in c.get("outputs", []) if "data" in o]
+    assert ["Vega" in page for page in drawn] == [True], "the report"
     assert steady(printed) == steady(shown)
     assert len(steady(shown)) == 7  # five plans, two ranks
     table = [line.split() for line in (*shown, *printed) if line.split()[:2] == ["phase", "peak"]]
