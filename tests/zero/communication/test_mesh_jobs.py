@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 import zero
 from accelz.conformance.cluster import Clusters, Context
 from tests.zero.helpers.loops import train_on
-from tests.zero.helpers.meshes import WIDTH, Stage, mesh_of, mixture, tokens
+from tests.zero.helpers.meshes import WIDTH, MixtureModel, Stage, mesh_of, mixture, tokens
 from tests.zero.helpers.models import fresh, language_loss
 from tests.zero.helpers.optimizers import sgd
 from tests.zero.helpers.training import Run, adamw, errors_of, relative_error, same_bits, state_error
@@ -457,13 +457,25 @@ def test_what_is_refused(cluster: Clusters) -> None:
         assert "{'*': 'tp'}" in shapes
 
 
+class GroupedExperts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2, WIDTH, WIDTH))
+
+
 def undeclared_body(context: Context) -> list[str]:
-    """Experts that differ by rank, and are not declared."""
+    """Experts that differ by rank, and are not declared: also where all else differs, and where only their
+    class says what they are."""
     mesh = mesh_of(("dp", 2), ("ep", 2))
     model = mixture(mesh.get_group("ep"))
+    same = nn.Linear(WIDTH, WIDTH)
+    torch.manual_seed(context.rank)
+    unseeded = MixtureModel(mesh.get_group("ep"))
+    by_class = nn.Sequential(same, nn.ModuleDict({"feed": GroupedExperts()}))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        zero.initialize(model, sgd(model), zero.Config(timeout=20), mesh=mesh, data_dims=("dp", "ep"))
+        for each in (model, unseeded, by_class):
+            zero.initialize(each, sgd(each), zero.Config(timeout=20), mesh=mesh, data_dims=("dp", "ep"))
     uneven = mixture(mesh.get_group("ep"), uneven=9)
     arranged = {"mesh": mesh, "data_dims": ("dp", "ep")}
     shapes = refused(lambda: zero.initialize(uneven, sgd(uneven), zero.Config(timeout=20), **arranged))
@@ -471,7 +483,10 @@ def undeclared_body(context: Context) -> list[str]:
 
 
 def test_undeclared_experts_are_told(cluster: Clusters) -> None:
-    (shapes, said), *others = cluster(RANKS).run(undeclared_body)
+    (shapes, said, unseeded, by_class), *others = cluster(RANKS).run(undeclared_body)
+    assert "built experts with different values: blocks.0.experts, blocks.1.experts" in unseeded
+    assert "experts of expert parallelism must be declared" in by_class
+    assert "local_modules={'*.feed': 'ep'}" in by_class
     assert shapes.startswith("RankMismatchError: the ranks disagree about the model")
     assert "local_modules={'blocks.*.experts': 'ep'}" in shapes
     assert "local_modules={'blocks.*.experts': 'ep'}" in said

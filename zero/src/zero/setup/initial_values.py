@@ -2,7 +2,8 @@
 
 Models built with another seed on each rank differ in everything that is random, and nothing is lost with
 that. If only some modules differ, the program may have meant it, as with experts of each rank's own, or have
-lost a seed on the way. Values are compared by checksums of samples, in one exchange.
+lost a seed on the way; if experts differ, and the job's mesh has a dimension for them, it has meant it.
+Values are compared by checksums of samples, in one exchange.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ class InitialValues:
             self._samples.append(_Sample(name, kind, *_sampled(values)))
 
     def warn_of_differences(self) -> None:
-        """Collective. Warn if the ranks differ in some modules, while others that are random are equal."""
+        """Collective. Warn if the ranks differ in some modules, while others that are random are equal, or in
+        experts on a mesh that has a dimension for these."""
         samples = self._samples
         if not samples:
             return
@@ -73,10 +75,18 @@ class InitialValues:
                 differing.append(each)
             elif varied and each.kind is not None:
                 same.append(each)
-        random = _equal_in_spite_of_chance(differing, same)
+        random, experts = _equal_in_spite_of_chance(differing, same), _experts(differing)
         if differing and (random or not any(each.kind for each in differing)):
             modules = list(dict.fromkeys(_parts(differing, random)))
-            warn(_DIFFER.format(some(modules), _declaring(modules)), rank=self._communicator.alike.rank)
+            what = (
+                f"these parts of the model with different values, and others with the same: {some(modules)}"
+            )
+            self._warn(what, _declaring(modules, experts))
+        elif experts and self._communicator.grid.size(_EXPERT_DIMS) > 1:
+            self._warn(f"experts with different values: {some(experts)}", _declaring(experts, experts))
+
+    def _warn(self, what: str, advice: str) -> None:
+        warn(_DIFFER.format(what, advice), rank=self._communicator.alike.rank)
 
 
 def _sampled(values: Tensor) -> tuple[int, bool]:
@@ -116,10 +126,26 @@ def _ancestors(name: str) -> list[str]:
     return [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
 
 
-def _declaring(modules: Sequence[str]) -> str:
+def _experts(differing: Iterable[_Sample]) -> list[str]:
+    """The modules among those that differ that are experts by a name, or by the class that has parameters."""
+    found = dict[str, None]()
+    for each in differing:
+        parts = each.name.split(".")
+        at = next((n for n, part in enumerate(parts) if _says_experts(part)), None)
+        if at is None and each.kind is not None and _says_experts(each.kind[0].__name__):
+            at = len(parts) - 2
+        if at is not None:
+            found[".".join(parts[: at + 1])] = None
+    return list(found)
+
+
+def _says_experts(word: str) -> bool:
+    return "expert" in word.lower()
+
+
+def _declaring(modules: Sequence[str], experts: Sequence[str]) -> str:
     """How to say that modules are each rank's own."""
-    experts = next((each for each in modules if "expert" in each.lower()), None)
-    parts = (experts or modules[0]).split(".")
+    parts = (*experts, *modules)[0].split(".")
     pattern = ".".join("*" if part.isdigit() else part for part in parts)
     what = "The experts of expert parallelism" if experts else "What each rank is to keep for itself"
     return (
@@ -128,7 +154,8 @@ def _declaring(modules: Sequence[str]) -> str:
     )
 
 
+_EXPERT_DIMS = ("ep", "expert")
 _DIFFER = (
-    "the ranks built these parts of the model with different values, and others with the same: {}. All ranks "
-    "now have rank 0's values. Seed every rank alike before the model is built, or load the same weights. {}"
+    "the ranks built {}. All ranks now have rank 0's values. Seed every rank alike before the model is "
+    "built, or load the same weights. {}"
 )
