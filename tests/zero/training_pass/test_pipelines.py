@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -83,19 +84,23 @@ def pipeline_body(context: Context) -> dict[str, float]:
         config = zero.Config(stage=stage, timeout=20, clip_norm=clip, local_modules={"*": "pp"})
         engine = zero.initialize(parts if several else parts[0], optimizer, config, mesh=mesh, data_dims="dp")
         schedule = schedule_of(kind, parts, numbers, mesh.get_group("pp"), **WHOLE.get(kind, {}))
-        told, seen = [], []
+        told, seen, gathers, keeps = [], [], [], (kind, stage) == (ScheduleInterleaved1F1B, 3)
         for step in range(STEPS):
             said: list[Tensor] = []
             given = (rows(step, place),) if number == 0 else ()
             last = 2 * len(parts) - 1 in numbers
             ends = {"target": torch.ones(ROWS, WIDTH), "losses": said} if last else {}
-            schedule.step(*given, **ends)
+            engine.traffic.clear()
+            with zero.gathered(engine.module) if keeps and step else nullcontext():
+                schedule.step(*given, **ends)
+            gathers.append(engine.traffic.calls["all_gather"])
             if by_program:
                 engine.clip_grad_norm_(CLIP)
             optimizer.step()
             seen.append(float(engine.grad_norm or 0))
             optimizer.zero_grad()
             told += [torch.stack(said).mean().item()] if said else []
+        assert not keeps or gathers == [gathers[0], len(parts), len(parts)], "one for each layer"
         name = f"{kind.__name__}, stage {stage}"
         found[f"{name}: norms"] = relative_error(seen, norms)
         found[f"{name}: losses"] = relative_error(told, [each[place] for each in losses]) if told else 0.0
