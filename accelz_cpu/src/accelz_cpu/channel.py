@@ -43,7 +43,7 @@ class Channel(Transport):
         """Map the other ranks' files, given their process ids and descriptors by rank."""
         size = len(processes)
         arguments = (c_int64 * size)(*processes), (c_int * size)(*descriptors)
-        self._check(self._library.accelz_channel_connect(self._open(), *arguments))
+        self._call(self._library.accelz_channel_connect, *arguments)
 
     def all_gather(self, output: Tensor, shard: Tensor, timeout: float, in_place: bool = False) -> SharedWork:
         return self._start(_ALL_GATHER, output, None if in_place else shard, shard.numel(), timeout)
@@ -73,12 +73,11 @@ class Channel(Transport):
             timeout,
             torch.get_num_threads(),
         )
-        self._check(ticket)
         return SharedWork(self, ticket)
 
     def finish(self, ticket: int) -> None:
         """Wait for the other ranks' parts and write the output."""
-        self._check(self._call(self._library.accelz_finish, ticket, torch.get_num_threads()))
+        self._call(self._library.accelz_finish, ticket, torch.get_num_threads())
 
     def abandon(self, ticket: int) -> None:
         """Give up a collective that nobody will finish."""
@@ -136,16 +135,19 @@ class Channel(Transport):
             timeout,
             torch.get_num_threads(),
         )
-        self._check(ticket)
         return SharedWork(self, ticket)
 
     def _call(self, function: Callable[..., int], *arguments: Any) -> int:
-        """Call the library, counted, because ctypes lets other threads close the channel during the call."""
+        """Call the library, counted, because ctypes lets other threads close the channel during the call.
+        Raises RuntimeError if it fails."""
         self._calls.append(None)  # before it looks for what `close` takes away; atomic, as `pop` is
         try:
-            return function(self._open(), *arguments)
+            result = function(self._open(), *arguments)
         finally:
             self._calls.pop()
+        if (result or 0) < 0:  # None where it returns nothing
+            raise RuntimeError(last_error(self._library))
+        return result
 
     def _open(self) -> int:
         if self._native is None:
@@ -158,10 +160,6 @@ class Channel(Transport):
 
     def _usable(self) -> bool:
         return self._native is not None and os.getpid() == self._process
-
-    def _check(self, result: int) -> None:
-        if result < 0:
-            raise RuntimeError(last_error(self._library))
 
 
 def _code_and_factor(dtype: torch.dtype) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import sys
 from types import FrameType
 from typing import Any
@@ -57,3 +58,37 @@ def test_from_autograd_to_a_reduction(cluster: Clusters) -> None:
             rooms = list(dict.fromkeys(name.split(".")[1] for name, _ in reversed(way)))
             assert rooms == ["training_pass", "gradients", "communication"], way
             assert len({name for name, _ in way}) <= 4, way
+
+
+def gradients_body(context: Context) -> list[int]:
+    """How many of zero's functions run for each gradient, in a backward."""
+    model = Stack()
+    engine = zero.initialize(model, adamw(model), zero.Config(timeout=20))
+    running: list[FrameType] = []  # zero's, from a hook on a parameter inwards
+    counts: list[int] = []
+
+    def follow(frame: FrameType, event: str, _: Any) -> None:
+        if event == "return" and running and running[-1] is frame:
+            running.pop()
+        elif event == "call" and frame.f_globals["__name__"].startswith("zero."):
+            if not running and frame.f_code.co_name == "receive":
+                counts.append(0)
+            elif not running:
+                return
+            running.append(frame)
+            counts[-1] += 1
+
+    loss = model(features(0, context.rank, model), (0, 1, 2, 3)).loss
+    sys.setprofile(follow)
+    try:
+        engine.backward(loss)
+    finally:
+        sys.setprofile(None)
+    return counts
+
+
+def test_from_autograd_to_a_gradients_place(cluster: Clusters) -> None:
+    """Four calls: hook, pass, group, and one that looks whether anything is switched on around them."""
+    for counts in cluster(2).run(gradients_body):
+        assert len(counts) > 4
+        assert statistics.median(counts) <= 4, counts

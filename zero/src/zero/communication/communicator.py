@@ -151,7 +151,7 @@ class Communicator:
     @property
     def failed(self) -> bool:
         """Whether a collective has failed: nothing can be exchanged any more."""
-        return bool(self.ledger.line.failures.first)
+        return bool(self._groups.line.failures.first)
 
     @property
     def issued(self) -> int:
@@ -161,20 +161,20 @@ class Communicator:
     @property
     def waited(self) -> float:
         """Seconds of the host in collectives so far."""
-        return self.ledger.line.waits.seconds
+        return self._groups.line.waits.seconds
 
     def waiting(self, what: str, limit: float) -> AbstractContextManager[None]:
         """Wrap a wait for other ranks in something else than a collective, so that they can be told of it.
 
         what: the call to name. limit: seconds after which it fails.
         """
-        line = self.ledger.line
+        line = self._groups.line
         return line.waits.waiting(line.count, what, limit)
 
     def whereabouts(self, ranks: Iterable[int]) -> str:
         """Say where ranks of the job wait that are missed now, as far as they have told; "" if they have
         not."""
-        line = self.ledger.line
+        line = self._groups.line
         return line.waits.describe(ranks, line.count)
 
     def all_gather(self, unit: str, output: Tensor, shard: Tensor, ranks: Group) -> NamedHandle:
@@ -231,7 +231,7 @@ class Communicator:
             for ranks in (self.group, *self._others.values()):
                 self._collectives.check(ranks)
         except CollectiveError as error:
-            self.ledger.line.failures.aborted(error)
+            self._groups.line.failures.aborted(error)
 
     def agree(self, flag: bool = False, settings: Callable[[], Mapping[str, Any]] = dict) -> bool:
         """Check that all ranks issued the same collectives so far; return whether any rank passes `flag`.
@@ -250,7 +250,7 @@ class Communicator:
         any_rank, (*issued, same_settings) = self._vote("agreement", flags, mine)
         flagged, failed, abandoned, untold, self.norm_is_read = any_rank
         if not all(issued):
-            self.ledger.line.failures.mismatch()
+            self._groups.line.failures.mismatch()
         self._check_launch(gone or "a process that another rank depends on" * abandoned)
         if failed:
             self._disk_errors.share(self.all_gather_object(self._disk_errors.own))
@@ -282,7 +282,7 @@ class Communicator:
         collective fails before that, in the block or after it, the error has it. about: what is the same on
         all ranks to which this happens. what: a clause, why and how it happened here.
         """
-        notes = self.ledger.line.failures.notes
+        notes = self._groups.line.failures.notes
         notes[about] = what
         try:
             yield
@@ -294,7 +294,7 @@ class Communicator:
 
     def _tell_of_others(self) -> None:
         self._untold = False
-        every = self.all_gather_object(self.ledger.line.failures.notes)
+        every = self.all_gather_object(self._groups.line.failures.notes)
         for ranks, what in not_everywhere(dict(enumerate(every)), self.group.size):
             if 0 not in ranks:
                 told = ", ".join(map(self.name, ranks))
@@ -313,7 +313,7 @@ class Communicator:
 
         The block's result is then missing, and nothing computed until that `agree` may be kept.
         """
-        return self._disk_errors.postponing()
+        return self._disk_errors
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -341,7 +341,7 @@ class Communicator:
 
     def start_or(self, what: str, flags: Tensor) -> NamedHandle:
         """Begin to take the elementwise "or" of host uint8 flags over the ranks, in place."""
-        self.ledger.line.failures.check()
+        self._groups.line.failures.check()
         return self._start_exchange(what, flags)
 
     def check_equal(self, facts: Mapping[str, str], advice: Mapping[str, str] | None = None) -> None:
@@ -400,7 +400,7 @@ class Communicator:
 
     def _told(self, value: Any, exchange: Exchange) -> list[Any]:
         self.check()
-        line = self.ledger.line
+        line = self._groups.line
         try:
             with line.waits.waiting(line.count, "exchange of values"):
                 return exchange(value)
@@ -436,7 +436,7 @@ class Communicator:
         self, op: str, unit: str, numel: int, dtype: torch.dtype, ranks: Group, origin: str = ""
     ) -> Issued:
         """Enter a collective. numel: of the whole buffer, equal on all ranks."""
-        self.ledger.line.failures.check()
+        self._groups.line.failures.check()
         if ranks is self.group:
             return self.ledger.collective(op, unit, numel, dtype, None, origin)
         self._others[id(ranks)] = ranks
@@ -444,7 +444,7 @@ class Communicator:
         return self.ledger.collective(op, unit, numel, dtype, ranks.size, origin, even)
 
     def _start(self, issued: Issued, ranks: Group, call: Callable[..., Handle], *args: Any) -> NamedHandle:
-        line = self.ledger.line
+        line = self._groups.line
         transfers = self.observation.transfers
         timed = transfers.begin(issued.op, issued.nbytes) if issued.nbytes else None
         wait = line.waits.begin(issued.number, issued.text)  # first uses of a size may wait for other ranks

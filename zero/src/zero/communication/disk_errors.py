@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import NoReturn
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
 from zero.errors import OffloadError
 
@@ -14,6 +13,8 @@ class PostponedDiskErrors:
 
     A rank whose disk fails continues to take part in the collectives of the others, with whatever values
     there are, and reports the error when the ranks agree the next time. alone: there are no others.
+
+    As a context, it postpones an OffloadError of the block, unless that is the one all ranks have raised.
     """
 
     def __init__(self, alone: bool) -> None:
@@ -21,15 +22,14 @@ class PostponedDiskErrors:
         self._alone = alone
         self._shared = ""  # the last one that was raised on all ranks
 
-    @contextmanager
-    def postponing(self) -> Iterator[None]:
-        """Postpone an OffloadError of the block, unless it is the one that all ranks have raised."""
-        try:
-            yield
-        except OffloadError as error:
-            if self._alone or str(error) == self._shared:
-                raise
-            self.own = self.own or str(error)
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
+        if not isinstance(error, OffloadError) or self._alone or str(error) == self._shared:
+            return False
+        self.own = self.own or str(error)
+        return True
 
     def share(self, every: Sequence[str]) -> NoReturn:
         """Raise OffloadError on all ranks. every: `own` by rank, not all empty."""

@@ -87,7 +87,7 @@ class Ledger:
 
     def _enter(self, kind: Kind, text: str, op: str, unit: str, nbytes: int) -> Issued:
         self.count += 1
-        line = self.line
+        line = self._groups.line
         text = text + self._label if line.engine > 1 else text
         return line.enter(self._engine, kind, text, op, unit, nbytes)
 

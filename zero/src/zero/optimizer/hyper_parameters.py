@@ -24,6 +24,8 @@ def scheduled(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
+    if type(value) in (float, int, bool):
+        return float(value)
     if hasattr(value, "tolist"):  # tensors and arrays, which may have several elements
         value = value.tolist()
     if isinstance(value, (tuple, list)):
