@@ -59,7 +59,8 @@ class Run:
         """Run all steps, with validation and checkpoints in between; save the weights and draw a sample."""
         settings, began, stop = self.settings, time.perf_counter(), self.settings.last_step
         self.say_hello()
-        with self.engine.observe(self.console, JsonLines(settings.out / "metrics.jsonl")):
+        metrics = JsonLines(settings.out / "metrics.jsonl")
+        with self.engine.observe(self.console, metrics, flops_per_token=self.count_flops()):
             for step in range(self.start + 1, stop + 1):
                 if step == self.start + TRACED_STEP:
                     self.engine.trace_memory()  # the report shows this step's memory
@@ -79,6 +80,11 @@ class Run:
         self.say(f"to see what this run did: {os.path.relpath(sys.executable)} -m zero report {settings.out}")
         if settings.sample_bytes:
             self.say("sample:\n" + self.sample())
+
+    def count_flops(self) -> float:
+        """Floating-point operations of the model for a byte, for the share of the device's peak (MFU)."""
+        rows = torch.zeros(1, self.settings.context + 1, dtype=torch.long, device=self.engine.device)
+        return self.engine.count_flops(rows[:, :-1], rows[:, 1:]) / self.settings.context
 
     def train_step(self, step: int) -> None:
         """Take one optimizer step, on the global batch of `step`."""

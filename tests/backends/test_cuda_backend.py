@@ -16,7 +16,7 @@ from torch.distributed import HashStore
 
 from accelz import CollectiveError, Collectives, Group, MemoryStats, StorageSwap
 from accelz.ranks.bounded_store import HostSilentError, bounded
-from accelz.torch_device import ActiveMemory
+from accelz.torch_device import ActiveMemory, TorchAccelerator
 from accelz_cuda import probe
 from accelz_cuda.accelerator import build
 from accelz_cuda.collectives import NcclCollectives
@@ -209,6 +209,28 @@ def test_the_accelerator_is_put_together_without_touching_a_device() -> None:
     assert isinstance(accelerator.memory, ActiveMemory)
     assert not accelerator.capabilities.shared_device
     assert not torch.cuda.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", 0.0),
+        ("NVIDIA A10", 0.0),
+    ],
+)
+def test_the_peak_is_that_of_the_device_that_is_bound(
+    name: str, peak: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TorchAccelerator, "bind", lambda self, local_rank: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    accelerator = build()
+    assert accelerator.capabilities.peak_flops == 0
+    accelerator.bind(0)
+    assert accelerator.capabilities.peak_flops == peak
+    assert accelerator.capabilities.compile == "inductor", "the rest stays"
 
 
 def test_memory_that_a_stream_still_uses_is_in_use() -> None:
