@@ -95,6 +95,17 @@ def test_pictures_have_what_the_lines_say(tmp_path: Path) -> None:
 
 
 @drawing
+def test_bytes_and_seconds_are_drawn_from_0_on(tmp_path: Path) -> None:
+    """Equal values, as of what moves between tiers, would have an axis with one label."""
+    drawn = figures(run_page(read(written(tmp_path))).render())
+    scales = {
+        title: [layer["encoding"]["y"]["scale"]["zero"] for layer in drawn[title]["layer"][:-1]]
+        for title in ("Loss", "In use", "Between tiers", "MFU")
+    }
+    assert scales == {"Loss": [False], "In use": [True], "Between tiers": [True], "MFU": [True]}
+
+
+@drawing
 def test_a_long_run_is_drawn_by_means_and_without_its_first_spike(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     lines = [{"step": n, "time": 0.0, "loss": float(n % 2), "seconds/step": 0.1} for n in range(1, 2501)]

@@ -36,7 +36,7 @@ def lines(rows: Rows, names: Sequence[str], y: str, unit: Unit = "") -> Spec:
     ]
     legend: Spec | None = None if len(names) == 1 else {}
     for mark in marks:
-        mark["encoding"]["y"] |= {"title": y, "scale": {"zero": False}, "axis": _axis(unit)}
+        mark["encoding"]["y"] |= {"title": y, "scale": {"zero": bool(unit)}, "axis": _axis(unit)}
         mark["encoding"]["color"]["legend"] = legend
     return _framed(rows, _HEIGHT, layer=[*marks, _hover(names, unit)])
 
