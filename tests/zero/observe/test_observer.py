@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from io import FileIO
 from pathlib import Path
@@ -19,7 +21,18 @@ from tests.zero.helpers.loops import Training
 from tests.zero.helpers.models import fresh, language_loss
 from tests.zero.helpers.observing import WaitWatcher, step_of
 from tests.zero.helpers.training import adamw, own_work_seen
-from zero.observe import Event, JsonLines, Observer, Run, Step
+from zero.observe import (
+    Event,
+    JsonLines,
+    MLflow,
+    Observer,
+    OpenTelemetry,
+    Prometheus,
+    Run,
+    Step,
+    TensorBoard,
+    WeightsAndBiases,
+)
 
 HIGHEST_SCALE = 2.0**24
 
@@ -69,6 +82,24 @@ class Once(Recorder):
     def step(self, step: Step) -> None:
         super().step(step)
         self.over = True
+
+
+@pytest.mark.parametrize(
+    ("extra", "package", "make"),
+    [
+        ("tensorboard", "torch.utils.tensorboard", lambda: TensorBoard("runs")),
+        ("wandb", "wandb", WeightsAndBiases),
+        ("mlflow", "mlflow", MLflow),
+        ("prometheus", "prometheus_client", lambda: Prometheus(port=9100)),
+        ("opentelemetry", "opentelemetry", OpenTelemetry),
+    ],
+)
+def test_a_writer_without_its_library_says_what_to_install(
+    extra: str, package: str, make: Callable[[], Observer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(zero.UsageError, match=rf"pip install 'accelz-zero\[{extra}\]'"):
+        make()
 
 
 def resume(training: Training, context: Context, path: str) -> list[Recorder]:

@@ -1,6 +1,7 @@
 """Errors of the engine. Each message says what was expected, what was found and what to do."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -82,3 +83,12 @@ class CommunicationError(ZeroError):
 
 class RankMismatchError(CommunicationError):
     """Ranks issued different collectives. The message names the first difference by rank and unit."""
+
+
+@contextmanager
+def extra(name: str) -> Iterator[None]:
+    """Around imports of what an extra of accelz-zero installs: raise UsageError where that is not here."""
+    try:
+        yield
+    except ImportError as error:
+        raise UsageError(f"{error}: pip install 'accelz-zero[{name}]'") from error

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
 
-from zero.errors import UsageError
+from zero.errors import extra
 from zero.report.figures import Spec
 
 _LONG = 30  # characters that may be broken over lines
@@ -77,13 +77,8 @@ def _text_of(name: str) -> str:
 @cache
 def library() -> str:
     """The text of the library that draws, with a name for its function in the page."""
-    try:
+    with extra("report"):
         from vl_convert import javascript_bundle
-    except ImportError as error:
-        raise UsageError(
-            "a report is drawn by Vega-Lite, which comes with the package vl-convert-python: "
-            "pip install 'accelz-zero[report]'"
-        ) from error
     bundle: str = javascript_bundle("window.vegaEmbed = vegaEmbed;")
     return bundle.replace("</script", "<\\/script")
 

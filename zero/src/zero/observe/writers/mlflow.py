@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from zero.errors import extra
 from zero.observe.observer import Event, Observer, Run, Step, chosen
 
 _SECONDS = 5.0  # between calls to the tracking server
@@ -21,8 +22,9 @@ class MLflow(Observer):
     """
 
     def __init__(self, experiment: str = "zero", tracking_uri: str | None = None, every: int = 10) -> None:
-        from mlflow import MlflowClient
-        from mlflow.entities import Metric, Param
+        with extra("mlflow"):
+            from mlflow import MlflowClient
+            from mlflow.entities import Metric, Param
 
         self._make, self._uri = MlflowClient, tracking_uri
         self._client: Any = None

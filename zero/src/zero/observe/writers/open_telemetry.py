@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from zero.errors import extra
 from zero.observe.observer import Event, Observer, Step
 
 
@@ -10,7 +11,8 @@ class OpenTelemetry(Observer):
     opentelemetry-api, and a tracer provider that the program has set."""
 
     def __init__(self) -> None:
-        from opentelemetry import trace
+        with extra("opentelemetry"):
+            from opentelemetry import trace
 
         self._tracer = trace.get_tracer("zero")
 

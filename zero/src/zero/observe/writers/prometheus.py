@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from zero.errors import UsageError
+from zero.errors import UsageError, extra
 from zero.observe.observer import Event, Observer, Run, Step
 
 _SECONDS = 1.0  # between files
@@ -23,7 +23,8 @@ class Prometheus(Observer):
     """
 
     def __init__(self, port: int | None = None, path: str | Path | None = None) -> None:
-        import prometheus_client as client
+        with extra("prometheus"):
+            import prometheus_client as client
 
         if port is None and path is None:
             raise UsageError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from zero.errors import extra
 from zero.observe.observer import Event, Observer, Run, Step, chosen
 
 
@@ -16,7 +17,8 @@ class TensorBoard(Observer):
     """
 
     def __init__(self, folder: str | Path, every: int = 10) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+        with extra("tensorboard"):
+            from torch.utils.tensorboard import SummaryWriter
 
         self._make, self._folder, self._every = SummaryWriter, str(folder), every
         self._writer: Any = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from zero.errors import extra
 from zero.observe.observer import Event, Observer, Run, Step, chosen
 
 
@@ -15,7 +16,8 @@ class WeightsAndBiases(Observer):
     """
 
     def __init__(self, every: int = 10, **init: Any) -> None:
-        import wandb
+        with extra("wandb"):
+            import wandb
 
         self._wandb, self._init, self._every = wandb, init, every
         self._run: Any = None
