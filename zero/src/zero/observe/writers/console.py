@@ -28,7 +28,8 @@ class Console(Observer):
         self, steps: int | None = None, show: tuple[str, ...] = (), console: Terminal | None = None
     ) -> None:
         from rich.console import Console as Terminal
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        from zero.observe.writers.bar import Bar
 
         self.console = console or Terminal(highlight=False)
         self._show = show
@@ -37,19 +38,10 @@ class Console(Observer):
         self._steps = steps
         self._speed = 0.0
         self._began: tuple[int, float] | None = None  # the first step that is seen, and when it was over
-        self._bar = Progress(
-            TextColumn("step"),
-            MofNCompleteColumn(),
-            BarColumn(),
-            TextColumn("{task.fields[text]}"),
-            TimeRemainingColumn(),
-            console=self.console,
-            disable=not self.console.is_terminal,
-        )
-        self._task = self._bar.add_task("", total=steps, text="")
+        self._bar = Bar(self.console, steps)
 
     def begin(self, run: Run) -> None:
-        self._bar.update(self._task, completed=run.steps)
+        self._bar.show(run.steps)
         self._bar.start()
 
     def step(self, step: Step) -> None:
@@ -59,7 +51,7 @@ class Console(Observer):
             self._began = step.number, step.time
         if not self._bar.disable:
             self._last_shown |= shown
-            self._bar.update(self._task, completed=step.number, text=self._text(step, self._last_shown))
+            self._bar.show(step.number, self._text(step, self._last_shown))
         elif shown or step.number % self._every == 0:
             text = self._text(step, shown) + self._left(step)
             self.console.print(f"step {step.number:5d}  {text}", soft_wrap=True, markup=False)
