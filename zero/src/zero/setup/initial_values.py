@@ -132,7 +132,7 @@ def _experts(differing: Iterable[_Sample]) -> list[str]:
     for each in differing:
         parts = each.name.split(".")
         at = next((n for n, part in enumerate(parts) if _says_experts(part)), None)
-        if at is None and each.kind is not None and _says_experts(each.kind[0].__name__):
+        if at is None and each.kind is not None and _says_experts(each.kind[0].__name__) and len(parts) > 1:
             at = len(parts) - 2
         if at is not None:
             found[".".join(parts[: at + 1])] = None
@@ -140,7 +140,7 @@ def _experts(differing: Iterable[_Sample]) -> list[str]:
 
 
 def _says_experts(word: str) -> bool:
-    return "expert" in word.lower()
+    return "expert" in word.lower() and "shared" not in word.lower()  # every rank has the shared ones
 
 
 def _declaring(modules: Sequence[str], experts: Sequence[str]) -> str:
