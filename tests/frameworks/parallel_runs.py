@@ -135,7 +135,8 @@ PLANS: dict[str, tuple[str, Any, bool, dict[str, Any]]] = {
 }
 
 
-def plans_body(context: Context) -> dict[str, float]:
+def plans_body(context: Context, folder: str) -> dict[str, float]:
+    """Losses, norms and weights; these also as one process has them of what was saved for transformers."""
     found = {}
     for title, (name, divide, experts, declared) in PLANS.items():
         for stage in (1, 2, 3):
@@ -158,6 +159,10 @@ def plans_body(context: Context) -> dict[str, float]:
             found[f"{title}, stage {stage}: weights"] = state_error(
                 state, {key: weights[key] for key in state}
             )
+            if stage == 3:
+                engine.save_pretrained(f"{folder}/{title}")
+                saved = AutoModelForCausalLM.from_pretrained(f"{folder}/{title}").state_dict()
+                found[f"{title}: saved"] = state_error(saved, state)
     return found
 
 

@@ -164,6 +164,8 @@ def of_one_place(mesh: Any, saved: dict[str, Tensor], folder: Path) -> dict[str,
     engine.load_checkpoint(folder / "blocks")
     mine = {name: local_of(engine.full_master(name)) for name, _ in model.named_parameters()}
     place = folder / f"place {mesh.get_local_rank('tp')}"
+    refused = raised(partial(engine.save_pretrained, place / "weights"))
+    assert refused.startswith("UsageError: save_pretrained(): ranks have parts of DTensors, such as 0.weight")
     engine.save_checkpoint(place)
     with open_source(place) as source:
         assert verify(source) == []
@@ -188,8 +190,7 @@ def blocks_body(context: Context, folder: str) -> dict[str, bool]:
         engine = zero.initialize(model, adamw(model), config, mesh=mesh, data_dims="dp")
         if not saved:
             train_on(engine, model(tokens(0, engine.rank)).square().mean())
-            refused = raised(partial(engine.save_pretrained, Path(folder) / "weights"))
-            found["refused"] = refused.startswith("UsageError") and "`zero consolidate`" in refused
+            engine.save_pretrained(Path(folder) / "for transformers", dtype=torch.float32)
             engine.save_checkpoint(Path(folder) / "blocks")
         else:
             engine.load_checkpoint(Path(folder) / "blocks")
@@ -205,9 +206,11 @@ def blocks_body(context: Context, folder: str) -> dict[str, bool]:
 def test_blocks_of_distributed_parameters(cluster: Clusters, tmp_path: Path) -> None:
     for found in cluster(RANKS).run(blocks_body, folder=str(tmp_path), limit=60):
         assert all(found.values()), found
-    with open_source(tmp_path / "blocks") as source:  # as save_pretrained() says
+    with open_source(tmp_path / "blocks") as source:
         consolidate(source, tmp_path / "weights")
-    assert files.read(tmp_path / "weights")["0.weight"].shape == (4, WIDTH)
+    weights = files.read(tmp_path / "weights")
+    assert weights["0.weight"].shape == (4, WIDTH)
+    assert files.same(files.read(tmp_path / "for transformers"), weights)
     manifest = Checkpoint(tmp_path / "blocks").manifest
     (weight,) = (entry for entry in manifest.parameters if entry.name == "0.weight")
     assert weight.shape == (4, WIDTH)

@@ -503,14 +503,16 @@ class Engine:
     ) -> None:
         """Write the whole weights to `folder` as transformers' `from_pretrained` reads them. Collective.
 
-        The first rank writes, and has one unit whole at a time. With the weights are config.json and whatever
-        else a model of transformers writes; of a model of PEFT, its adapters are written and not its base.
-        Other files in `folder` stay, and weights there are replaced in the end: a model's by a model, an
-        adapter's by an adapter. Folders above it are made. dtype: of floating point values, cast from the
-        fp32 masters; None for each weight's own. max_shard_size: bytes of a file.
+        The first rank writes, and has one unit whole at a time; of DTensors all ranks have it. With the
+        weights are config.json and whatever else a model of transformers writes; of a model of PEFT, its
+        adapters are written and not its base. Other files in `folder` stay, and weights there are replaced in
+        the end: a model's by a model, an adapter's by an adapter. Folders above it are made. dtype: of
+        floating point values, cast from the fp32 masters; None for each weight's own. max_shard_size: bytes
+        of a file.
 
         Raises, on every rank and leaving nothing behind, CheckpointError if writing fails, and UsageError for
-        parameters that differ by rank, are DTensors or packed, and a dtype for prompts, which PEFT computes.
+        parameters that differ by rank or are packed, adapters that are DTensors, DTensors without `mesh=`,
+        and a dtype for prompts, which PEFT computes.
         """
         from zero.whole import export  # what it imports, no training needs
 

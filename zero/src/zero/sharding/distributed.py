@@ -152,6 +152,12 @@ def as_distributed(parameter: nn.Parameter, local: Tensor) -> Tensor:
     return made
 
 
+def whole_of(parameter: nn.Parameter, block: Tensor) -> Tensor:
+    """A parameter's values, put together from the ranks' blocks. Collective over a DTensor's mesh."""
+    made: Any = as_distributed(parameter, block)
+    return made.full_tensor() if is_distributed(made) else block
+
+
 def block_of(parameter: nn.Parameter, whole: Tensor) -> Tensor:
     """This rank's block of a whole tensor, or of a DTensor that is laid out as the parameter is."""
     if not is_distributed(parameter):

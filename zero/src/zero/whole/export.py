@@ -31,7 +31,7 @@ from zero.errors import UsageError, some
 from zero.files.dtypes import name_of
 from zero.files.storage import Storage
 from zero.loading.together import Together
-from zero.sharding.distributed import is_distributed
+from zero.sharding.distributed import divided_along, is_distributed, whole_of
 from zero.sharding.flat_group import FlatGroup
 from zero.sharding.forms import descriptions
 from zero.sharding.sharded_unit import ShardedUnit
@@ -73,6 +73,7 @@ def save(
     model: nn.Module, full: FullParameters, request: Request, state: Callable[..., dict[str, Any]]
 ) -> None:
     """Do what Engine.save_pretrained does. state: Engine.state_dict."""
+    _check_plain(model, full)
     if has_adapter(model):
         called = _called(model)
         if called and request.dtype is not None:
@@ -87,7 +88,6 @@ def save(
                 request,
             )
         return
-    _check_plain(model, full)
     _publish(_Weights(model, full, request), full, request)
 
 
@@ -108,7 +108,7 @@ class _Content:
 
 
 def _publish(content: _Content, full: FullParameters, request: Request) -> None:
-    together = Together(full.communicator, str(request.path), doing="save")
+    together = Together(full.communicator, str(request.path), everywhere=True, doing="save")
     staging: list[Staging] = []  # on the first rank
 
     @contextmanager
@@ -124,7 +124,7 @@ def _publish(content: _Content, full: FullParameters, request: Request) -> None:
 
     def begin() -> None:
         with abandoning():
-            if full.is_source:
+            if _writes(full):
                 new = Staging(request.storage, request.path, overwrite=True, among_others=True)
                 new.begin(uuid.uuid4().bytes)  # a later call has other weights, and resumes nothing
                 staging.append(new)
@@ -141,19 +141,31 @@ def _publish(content: _Content, full: FullParameters, request: Request) -> None:
     with abandoning():
         content.gather()
     together(finish)
-    full.communicator.barrier("save_pretrained")  # rank 0 may end next, and with it the others' answers
+    full.communicator.everywhere(None)  # rank 0 may end next, and with it the others' answers
+
+
+def _writes(full: FullParameters) -> bool:
+    """Whether this rank is the first of the job."""
+    return full.communicator.whole.rank == 0
 
 
 def _check_plain(model: nn.Module, full: FullParameters) -> None:
     """Raise UsageError for a model whose weights transformers would not find in such a folder."""
-    if full.communicator.grid.told and any(group.mesh.apart for unit in full.units for group in unit.groups):
+    has_mesh = full.communicator.grid.told
+    every = [
+        (group, parameter) for unit in full.units for group in unit.groups for parameter in group.parameters
+    ]
+    if has_mesh and any(not group.mesh.apart <= set(divided_along(parameter)) for group, parameter in every):
         raise UsageError(f"save_pretrained(): ranks of the mesh have different parameters. {_OTHERWISE}")
     parts = [name for name, parameter in model.named_parameters() if is_distributed(parameter)]
-    if parts:
+    if parts and (has_adapter(model) or not has_mesh):
         raise UsageError(
             f"save_pretrained(): ranks have parts of DTensors, such as {some(parts)}. {_OTHERWISE}"
         )
-    if descriptions(model) or getattr(model, "hf_quantizer", None) is not None:
+    if has_adapter(model):
+        return
+    packed = [parameter for parameter in descriptions(model) if not is_distributed(parameter)]
+    if packed or getattr(model, "hf_quantizer", None) is not None:
         raise UsageError(f"save_pretrained(): the model's weights are packed (quantised). {_OTHERWISE}")
 
 
@@ -200,10 +212,14 @@ class _Weights(_Content):
     def gather(self) -> None:
         with self._full.communicator.together():
             for unit, group in self._groups():
-                whole = self._full.gather(unit, group, self._values(group))
-                if self._full.is_source:
-                    self._write({n: view_of(whole, group, i) for i, n in self._named(group).items()})
-        if self._full.is_source:
+                flat = self._full.gather(unit, group, self._values(group))
+                parts = {
+                    n: (group.parameters[i], view_of(flat, group, i)) for i, n in self._named(group).items()
+                }
+                whole = {n: whole_of(parameter, block) for n, (parameter, block) in parts.items()}
+                if _writes(self._full):
+                    self._write(whole)
+        if _writes(self._full):
             self._write(self._buffers)
 
     def complete(self, folder: Path) -> None:
@@ -248,7 +264,7 @@ class _Weights(_Content):
         into one."""
         sets = [
             {
-                n: _blank(group.layout.slots[i].shape, self._values(group).dtype)
+                n: _blank(group.parameters[i].shape, self._values(group).dtype)
                 for i, n in self._named(group).items()
             }
             for _, group in self._groups()
@@ -346,7 +362,12 @@ def _describe(model: Any, folder: Path, request: Request) -> None:
     """Write the model's config.json and whatever else `from_pretrained` reads besides weights."""
     if not _transformers(model):
         return
-    model.save_pretrained(folder, state_dict={})  # writes no file of weights
+    plan = vars(model.config).pop("distributed_config", None)  # for which all ranks would have to call it
+    try:
+        model.save_pretrained(folder, state_dict={})  # writes no file of weights
+    finally:
+        if plan is not None:
+            model.config.distributed_config = plan
     if request.dtype is not None:
         path = folder / "config.json"
         config = json.loads(path.read_text(encoding="utf-8"))
