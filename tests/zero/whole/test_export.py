@@ -153,7 +153,7 @@ def leaving_body(context: Context, folder: str) -> float:
     """When rank 1 has its last answer, and when rank 0, with which all answers may end, returns."""
     engine = trained(context, stage=3)
     communicator, heard = engine._full_parameters.communicator, []
-    answers = communicator.all_gather_object
+    answers = communicator.everywhere
 
     def late(value: object) -> list[object]:
         found = answers(value)
@@ -161,7 +161,7 @@ def leaving_body(context: Context, folder: str) -> float:
         heard.append(time.monotonic())
         return found
 
-    communicator.all_gather_object = late  # type: ignore[method-assign]
+    communicator.everywhere = late  # type: ignore[method-assign]
     engine.save_pretrained(f"{folder}/weights")
     return heard[-1] if context.rank else time.monotonic()
 

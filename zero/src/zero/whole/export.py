@@ -141,7 +141,8 @@ def _publish(content: _Content, full: FullParameters, request: Request) -> None:
     with abandoning():
         content.gather()
     together(finish)
-    full.communicator.everywhere(None)  # rank 0 may end next, and with it the others' answers
+    every, nothing = full.communicator.whole, torch.zeros(1, dtype=torch.int64, device=HOST)
+    full.communicator.highest("save_pretrained", nothing, every)  # rank 0 may end next, and all its answers
 
 
 def _writes(full: FullParameters) -> bool:
