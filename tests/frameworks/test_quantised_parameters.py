@@ -109,5 +109,8 @@ def test_values_of_another_format_are_refused(cluster: Clusters, tmp_path: Path)
 
 def test_weights_that_are_not_packed_yet_are_refused() -> None:
     layer = bitsandbytes.nn.Linear4bit(16, 16)
-    with pytest.raises(zero.ModelError, match="Params4bit that are not packed yet"):
-        zero.initialize(layer, torch.optim.SGD(layer.parameters()))
+    with zero.init():
+        born = bitsandbytes.nn.Linear4bit(16, 512)
+    for each in (layer, born):
+        with pytest.raises(zero.ModelError, match="Params4bit that are not packed yet"):
+            zero.initialize(each, torch.optim.SGD(each.parameters()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +169,42 @@ def consolidated_body(context: Context, path: str) -> None:
 
 def test_whole_weights_keep_what_is_packed(cluster: Clusters, tmp_path: Path) -> None:
     cluster(2).run(consolidated_body, path=str(tmp_path))
+
+
+class Scaled(nn.Parameter):
+    """One that gets its values when it is sharded, where zero.init() has made it."""
+
+    scale: Tensor
+
+    @classmethod
+    def drawn(cls) -> Any:
+        made: Any = cls(torch.randn(80, 80), requires_grad=False)
+        made.scale = torch.rand(80, 1)
+        return made
+
+
+def born_body(context: Context) -> None:
+    zero.register_form(Scaled, Packed.leaves)
+    states = []
+    for recorded in (nullcontext(), zero.init()):
+        torch.manual_seed(context.rank)
+        with recorded:
+            model = nn.Linear(4, 4)
+            model.register_parameter("scaled", Scaled.drawn())
+        engine = zero.initialize(model, adamw(model), zero.Config(timeout=20, precision="bf16"))
+        with zero.gathered(model):
+            states.append(frozen(model))
+            assert same(states[-1], states[0])
+        state = engine.state_dict()
+        assert context.rank or set(states[0]) < set(state)
+    assert set(states[0]) == {"scaled", "scaled.scale"}
+    ranks = [None] * context.size
+    torch.distributed.all_gather_object(ranks, states[0]["scaled.scale"].sum().item())
+    assert len(set(ranks)) == 1
+
+
+def test_born_sharded_they_have_what_lies_beside_them(cluster: Clusters) -> None:
+    cluster(2).run(born_body)
 
 
 def guarded_body(context: Context) -> None:

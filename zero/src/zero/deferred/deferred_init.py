@@ -39,6 +39,7 @@ from zero.deferred.recording import (
 )
 from zero.errors import ConfigError
 from zero.sharding.distributed import is_distributed, local_of
+from zero.sharding.forms import RECORDING_ATTRIBUTE
 from zero.sharding.guard import NAME_ATTRIBUTE, REASON_ATTRIBUTE, UNBORN, sharded_class
 
 _MOVES = (torch.ops.aten.resize_, torch.ops.aten.set_)  # these change which storage a tensor has
@@ -52,7 +53,6 @@ _PAST = frozenset(  # these read memory without going through a dispatch mode
 SMALL = 4096  # elements; smaller new tensors are made at once: masks, tables, scalars
 
 
-_RECORDING_ATTRIBUTE = "_zero_recording"  # (recording, class) in a deferred parameter's __dict__
 _PROMISE_ATTRIBUTE = "_zero_promise"  # in the __dict__ of a parameter whose values come from elsewhere
 
 
@@ -92,7 +92,7 @@ def _recorded(draws: bool) -> Iterator[None]:
 
 def is_deferred(parameter: nn.Parameter) -> bool:
     """Return whether a parameter was made under `init()` and has no values yet."""
-    return _RECORDING_ATTRIBUTE in parameter.__dict__
+    return RECORDING_ATTRIBUTE in parameter.__dict__
 
 
 def promise(parameter: nn.Parameter, source: object) -> None:
@@ -118,7 +118,7 @@ def materialize(parameters: Iterable[nn.Parameter]) -> None:
     for parameter in parameters:
         recording: Recording | None = None
         for each in dict.fromkeys((parameter, local_of(parameter))):
-            recording, cls = each.__dict__.pop(_RECORDING_ATTRIBUTE, (None, type(each)))
+            recording, cls = each.__dict__.pop(RECORDING_ATTRIBUTE, (None, type(each)))
             each.__class__ = cls
         if recording is not None:
             number = recording.number(local_of(parameter))
@@ -215,7 +215,7 @@ class _Recorder(TorchDispatchMode):
             name = f"<of shape {tuple(parameter.shape)}>"
             for each in dict.fromkeys((parameter, local_of(parameter))):
                 each.__dict__.update({REASON_ATTRIBUTE: UNBORN, NAME_ATTRIBUTE: name})
-                each.__dict__[_RECORDING_ATTRIBUTE] = (self._recording, type(each))
+                each.__dict__[RECORDING_ATTRIBUTE] = (self._recording, type(each))
                 each.__class__ = sharded_class(type(each))
 
     def _hollow(self) -> list[tuple[Tensor, int]]:

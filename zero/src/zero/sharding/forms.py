@@ -40,6 +40,9 @@ with memory of their own."""
 LEAVES_ATTRIBUTE = "_zero_leaves"
 """Key in a parameter's __dict__ of its `Leaves`, once an engine has it."""
 
+RECORDING_ATTRIBUTE = "_zero_recording"
+"""Key in the __dict__ of a parameter of zero.init() that has no values yet, of (its recording, its class)."""
+
 _DESCRIPTION_ATTRIBUTE = "_zero_form"
 
 TWINS_ATTRIBUTE = "_zero_twins"
@@ -155,7 +158,7 @@ def _leaves_of(module: nn.Module, parameter: nn.Parameter) -> Leaves | None:
         return None
     if is_distributed(parameter) and not is_traceable_wrapper_subclass(local_of(parameter)):
         return None
-    found = _known_form(type(parameter))
+    found = _known_form(_class_of(parameter))
     leaves = None if found is None else found[0](module, parameter)
     return None if leaves is None or list(leaves) == [""] else leaves
 
@@ -181,9 +184,15 @@ def descriptions(model: nn.Module) -> dict[nn.Parameter, str]:
 
 
 def _described(parameter: nn.Parameter) -> str:
-    kind, known = type(parameter), _known_form(type(parameter))
+    kind = _class_of(parameter)
+    known = _known_form(kind)
     assert known is not None
     return f"{_path(kind)} {tuple(parameter.shape)} {parameter.dtype} {known[1](parameter)}".strip()
+
+
+def _class_of(parameter: nn.Parameter) -> type:
+    """The parameter's class, which those of zero.init() have only when they get values."""
+    return parameter.__dict__.get(RECORDING_ATTRIBUTE, (None, type(parameter)))[1]  # type: ignore[no-any-return]
 
 
 def _path(kind: type) -> str:
@@ -252,5 +261,5 @@ register_form("bitsandbytes.nn.modules.Int8Params", _of_int8_params)
 
 _UNQUANTISED = (
     "the model has weights of class {kind} that are not packed yet, and zero would not pack them: call "
-    "model.to(device), which does, before zero.initialize"
+    "model.to(device), which does, before zero.initialize, and in the block of zero.init()"
 )
