@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import sys
 from types import FrameType
 from typing import Any
@@ -88,7 +87,7 @@ def gradients_body(context: Context) -> list[int]:
 
 
 def test_from_autograd_to_a_gradients_place(cluster: Clusters) -> None:
-    """Four calls: hook, pass, group, and one that looks whether anything is switched on around them."""
+    """Four calls, of a gradient that is not the first or last of its unit: hook, pass, group, and one that
+    looks whether anything is switched on around them."""
     for counts in cluster(2).run(gradients_body):
-        assert len(counts) > 4
-        assert statistics.median(counts) <= 4, counts
+        assert min(counts) == 4, counts
