@@ -167,8 +167,9 @@ class OptimizerLoad:
         for stepped, piece, _, entry in self._pieces():
             if entry is not None:
                 self._fill_piece(stepped, piece, entry)
-            if stepped.rule is not None:
-                self._note_steps(piece)
+            if stepped.rule is not None and stepped.rule.counts:
+                state = self._optimizer.state[piece.parameter]
+                stepped.take_steps(piece, float(state["step"]))
         for mine, saved in self._options.items():
             take(self._optimizer.param_groups[mine], saved)
 
@@ -178,12 +179,6 @@ class OptimizerLoad:
             for piece in stepped.pieces:
                 spec = stepped.specs[piece.piece.index]
                 yield stepped, piece, spec, self._with_state(spec.name)
-
-    def _note_steps(self, piece: SteppedPiece) -> None:
-        """Let all pieces with equal steps, loaded or not, share a kernel call."""
-        state = self._optimizer.state[piece.parameter]
-        if "step" in state:
-            piece.history = hash(("loaded", float(state["step"])))
 
     def _fill_piece(self, stepped: SteppedSubGroup, piece: SteppedPiece, entry: ParameterEntry) -> None:
         state = self._optimizer.state[piece.parameter]

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -66,7 +67,7 @@ class SteppedSubGroup:
     pieces: list[SteppedPiece] = field(default_factory=list)
     turns: int = 0
     steps: Tensor = field(init=False)
-    _runs: dict[tuple[int, ...], list[tuple[int, slice]]] = field(default_factory=dict, init=False)
+    _runs: tuple[tuple[int, ...], list[tuple[int, slice]]] | None = field(default=None, init=False)
 
     @property
     def numel(self) -> int:
@@ -119,19 +120,26 @@ class SteppedSubGroup:
     def remember(self, missed: tuple[int, ...]) -> None:
         """Note a step in which the `missed` pieces had no gradient: their counts are behind from now on."""
         self.turns += 1
-        if missed:
-            self._runs.clear()
         for piece in [self.pieces[index] for index in missed]:
-            piece.history = hash((piece.history, self.turns))
+            self._set_history(piece, (piece.history, self.turns))
+
+    def take_steps(self, piece: SteppedPiece, steps: float) -> None:
+        """Note that a piece has the step count of a checkpoint: with all of the same count it can share a
+        kernel call."""
+        self._set_history(piece, ("loaded", steps))
+
+    def _set_history(self, piece: SteppedPiece, what: tuple[Any, ...]) -> None:
+        piece.history = hash(what)
+        self._runs = None
 
     def runs(self, missed: tuple[int, ...]) -> list[tuple[int, slice]]:
         """The longest stretches of the sub-group that one kernel call can step, each with its first piece:
         their pieces are alike in param group and history. missed: pieces without a gradient, which lie in no
         stretch.
         """
-        if missed not in self._runs:  # a step has mostly the same as the one before
-            self._runs[missed] = list(self._find_runs(missed))
-        return self._runs[missed]
+        if self._runs is None or self._runs[0] != missed:  # a step has mostly those of the one before
+            self._runs = missed, list(self._find_runs(missed))
+        return self._runs[1]
 
     def _find_runs(self, missed: tuple[int, ...]) -> Iterator[tuple[int, slice]]:
         def key(item: tuple[int, SteppedPiece]) -> tuple[int, int] | None:
