@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -82,3 +83,24 @@ def test_what_else_they_have_stays() -> None:
     row.name = "row"  # type: ignore[attr-defined]
     assert map_tensors(half, row).name == "row"
     assert map_tensors(half, defaultdict(int, x=whole()))["absent"] == 0
+
+
+class MadeWhenAsked(Mapping[int, Any]):
+    """Its values are new objects each time, which nothing else holds."""
+
+    def __init__(self, depth: int) -> None:
+        self._depth = depth
+
+    def __len__(self) -> int:
+        return 3
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+    def __getitem__(self, key: int) -> Any:
+        return MadeWhenAsked(self._depth - 1) if self._depth else [whole()]
+
+
+def test_values_that_are_made_when_they_are_asked_for() -> None:
+    """One that is freed leaves its id to the next, which is another object."""
+    assert len(list(iter_tensors(MadeWhenAsked(2)))) == 27

@@ -21,14 +21,14 @@ _ATOMS = (str, bytes, int, float, bool, complex, type(None), torch.dtype, torch.
 
 def iter_tensors(value: Any) -> Iterator[Tensor]:
     """Yield the tensors in nested tuples, lists, dicts, dataclasses and other objects, visiting each once."""
-    seen: set[int] = set()
+    seen: dict[int, Any] = {}  # by id, which another object would get if one of these were freed
     stack = [value]
     while stack:
         item = stack.pop()
         if isinstance(item, Tensor):
             yield item
         elif type(item) not in _ATOMS and id(item) not in seen:
-            seen.add(id(item))
+            seen[id(item)] = item
             stack += item if type(item) in (tuple, list) else _children(item)
 
 
