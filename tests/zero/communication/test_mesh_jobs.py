@@ -465,17 +465,19 @@ class GroupedExperts(nn.Module):
 
 def undeclared_body(context: Context) -> list[str]:
     """Experts that differ by rank, and are not declared: also where all else differs, and where only their
-    class says what they are."""
+    class says what they are. Not those that every rank has, nor a model that is nothing else."""
     mesh = mesh_of(("dp", 2), ("ep", 2))
     model = mixture(mesh.get_group("ep"))
     same = nn.Linear(WIDTH, WIDTH)
     torch.manual_seed(context.rank)
     unseeded = MixtureModel(mesh.get_group("ep"))
     by_class = nn.Sequential(same, nn.ModuleDict({"feed": GroupedExperts()}))
+    declared = nn.ModuleDict({"experts": GroupedExperts(), "shared_experts": nn.Linear(WIDTH, WIDTH)})
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for each in (model, unseeded, by_class):
-            zero.initialize(each, sgd(each), zero.Config(timeout=20), mesh=mesh, data_dims=("dp", "ep"))
+        for each in (model, unseeded, by_class, GroupedExperts(), declared):
+            config = zero.Config(timeout=20, local_modules={"experts": "ep"} if each is declared else {})
+            zero.initialize(each, sgd(each), config, mesh=mesh, data_dims=("dp", "ep"))
     uneven = mixture(mesh.get_group("ep"), uneven=9)
     arranged = {"mesh": mesh, "data_dims": ("dp", "ep")}
     shapes = refused(lambda: zero.initialize(uneven, sgd(uneven), zero.Config(timeout=20), **arranged))
