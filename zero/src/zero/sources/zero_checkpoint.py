@@ -118,10 +118,8 @@ def _infos(manifest: Manifest, optimizer: bool) -> Iterator[tuple[str, TensorInf
         key = model_key(parameter.name)
         entry = manifest.tensor(key)
         kind: TensorKind = "parameter" if parameter.trainable else "frozen"
-        dtypes, packed = (
-            (entry.dtype, parameter.dtype),
-            parameter.form is not None and parameter.shape is None,
-        )
+        dtypes = entry.dtype, parameter.dtype
+        packed = parameter.form is not None and parameter.shape is None
         yield key, TensorInfo(parameter.name, entry.shape, *dtypes, kind, parameter.aliases, packed)
         for state in elementwise_state(manifest, parameter) if optimizer else ():
             key = state_key(state, parameter.name)
