@@ -28,6 +28,9 @@ MARKERS = (
     "slow: takes more than two seconds of processor time, so it is no part of `make quick`; slow files begin "
     "first",
 )
+OTHER_OUTPUT = ("FORCE_COLOR", "GITHUB_ACTIONS", "PYTHONUNBUFFERED")
+"""Variables with which commands print other bytes: two have them colour what is no terminal, and with the last a
+printed line is two writes, and ranks' lines mix."""
 QUICK_SECONDS = 2.0
 """What a test of `--quick` may take of the processor, however busy the machine is."""
 
@@ -52,7 +55,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", "error::pytest.PytestUnraisableExceptionWarning")
     # Tests run side by side, and threads of torch that wait for each other spin on what others need.
     torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
-    os.environ.pop("PYTHONUNBUFFERED", None)  # with it a printed line is two writes, and ranks' lines mix
+    for name in OTHER_OUTPUT:
+        os.environ.pop(name, None)
     os.environ["ZERO_TEST_LOOP"] = config.getoption("--loop")  # for tests.zero.helpers.loops
     preload(*BODIES_IMPORT)
     if config.getoption("--quick"):

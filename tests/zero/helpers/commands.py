@@ -8,7 +8,7 @@ from zero import cli
 
 
 def run(*arguments: object) -> Result:
-    return CliRunner().invoke(cli.app, [str(a) for a in arguments])
+    return CliRunner().invoke(cli.app, [str(a) for a in arguments], env={"COLUMNS": "80"})
 
 
 def refused(*arguments: object) -> str:
