@@ -29,7 +29,7 @@ MARKERS = (
     "first",
 )
 OTHER_OUTPUT = ("FORCE_COLOR", "GITHUB_ACTIONS", "PYTHONUNBUFFERED")
-"""Variables with which commands print other bytes: two have them colour what is no terminal, and with the last a
+"""Variables with which commands print other bytes: two have them colour what is no terminal; with the last a
 printed line is two writes, and ranks' lines mix."""
 QUICK_SECONDS = 2.0
 """What a test of `--quick` may take of the processor, however busy the machine is."""
