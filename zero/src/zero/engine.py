@@ -393,7 +393,8 @@ class Engine:
 
     def full_optimizer_state(self, name: str) -> dict[str, Tensor]:
         """Return the whole optimizer state of `name` (for Adam: step, exp_avg, exp_avg_sq), in its dtypes.
-        Moments in 8 bits are there as the values that they stand for, and as their codes and scales.
+        Moments in 8 bits are there as the values that they stand for, and as their codes and scales. Of a
+        DTensor, what has a value for each element is that of this rank's block.
 
         Raises UsageError after an optimizer step or a load that was interrupted.
         """
