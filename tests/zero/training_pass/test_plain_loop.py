@@ -167,6 +167,12 @@ def ways_body(context: Context) -> dict[str, bool]:
     loss(1).backward()
     found["autograd.grad between"] = same(taken(engine), expected)
 
+    loss(0).backward()
+    made = loss(1, "reentrant")  # where autograd comes no further, it has not looked whether it may recompute
+    torch.autograd.grad(2 * made, made)
+    found["autograd.grad of an output is no backward"] = engine._pass.backwards == 1
+    engine.zero_grad()
+
     fail()
     with pytest.raises(zero.UsageError, match="without backward"):
         engine.step()

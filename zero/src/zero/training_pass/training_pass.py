@@ -424,12 +424,13 @@ class TrainingPass(Uncopied):
             parameters = [p for group in trainable for p in group.parameters if p.requires_grad]
             nodes = (get_gradient_edge(parameter).node for parameter in parameters)
             try:
-                given = any(map(torch._C._will_engine_execute_node, nodes)) or any(
+                if any(map(torch._C._will_engine_execute_node, nodes)) or any(
                     edges.gives_gradients() for calls in self.calls for edges in calls.in_graphs
-                )
+                ):
+                    return True
+                return bool(parameters) and self._without_graph and _recomputes()
             except RuntimeError:  # torch.autograd.grad with respect to a parameter
                 return False
-        return given or (bool(parameters) and self._without_graph and torch.autograd._is_checkpoint_valid())
 
     def begin_without_graph(self) -> None:
         """A unit's forward begins that leaves no graph: where the whole model's leaves one, as in reentrant
@@ -545,6 +546,14 @@ def _come(
         alive.begin_call(edges.call)
     if reached != number:
         alive.come_to(number)
+
+
+def _recomputes() -> bool:
+    """Return whether autograd's run goes on from the node that it has come to, and allows reentrant
+    checkpointing. Where it goes no further, it has not looked at the latter."""
+    after = (node for node, _ in torch._C._current_autograd_node().next_functions if node is not None)
+    goes_on = any(map(torch._C._will_engine_execute_node, after))
+    return goes_on and bool(torch.autograd._is_checkpoint_valid())
 
 
 def _in_autograd() -> bool:
