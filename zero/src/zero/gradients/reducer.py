@@ -108,7 +108,8 @@ class GradientReducer:
                 gradients.begin_backward(last)
 
     def completes_unit(self, gradients: GroupGradients) -> bool:
-        """A group has all its gradients. Returns whether every trainable parameter of the unit has."""
+        """A group has all its gradients; with no other ranks, it is reduced. Returns whether every trainable
+        parameter of the unit has its gradient."""
         if self._alone:
             self.close([gradients])
         return all(each.full for each in self.of_unit(gradients.unit))

@@ -222,22 +222,18 @@ class StandIns:
     @contextmanager
     def aside(self) -> Iterator[None]:
         """In the block, parameters have no gradients: a compiler would take stand-ins for tensors."""
-        there = [
-            (key, p)
-            for (key, p), gradient in zip(
-                self._shown.items(), gradients_of(self._shown.values()), strict=True
-            )
-            if gradient is self._made[key]
-        ]
+        gone = {id(parameter) for found in self.changed() for parameter in found}
+        there = {key: parameter for key, parameter in self._shown.items() if key not in gone}
         with torch._C.DisableTorchFunctionSubclass():
-            for _, parameter in there:
+            for parameter in there.values():
                 set_gradient(parameter, None)
         try:
             yield
         finally:
             with torch._C.DisableTorchFunctionSubclass():
-                for key, parameter in there if self._shown else ():  # unless they were hidden meanwhile
-                    set_gradient(parameter, self._made[key])
+                for key, parameter in there.items():
+                    if key in self._shown:  # it was not hidden meanwhile
+                        set_gradient(parameter, self._made[key])
 
     def _make(self, parameter: nn.Parameter, held: HeldGradient | None) -> Tensor:
         made = self._made[id(parameter)] = self._kind(parameter, held)
