@@ -136,6 +136,8 @@ def bad_input_body(context: Context) -> dict[str, str]:
     stepped(torch.zeros(1, 2, dtype=torch.long))["loss"].backward()
     used.step()
     whole, config = LanguageModel, zero.Config(timeout=10)
+    counting = torch.optim.SGD(any_parameter, lr=1)
+    counting.state["calls"] = 0
     model = LanguageModel()
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
     cases: dict[str, tuple[Any, Any, Any]] = {
@@ -166,6 +168,7 @@ def bad_input_body(context: Context) -> dict[str, str]:
             zero.Config(timeout=10, whole_parameters=False),
         ),
         "stepped": (stepped, used, config),
+        "state of its own": (whole(), counting, config),
         "dict config": ((m := whole()), adamw(m), {"stage": 3}),
         "dtype": ((m := whole().to(torch.float8_e5m2)), torch.optim.SGD(m.parameters(), lr=1), config),
         "units": ((m := whole()), adamw(m), zero.Config(units=(nn.Conv2d,), timeout=10)),
@@ -215,6 +218,7 @@ EXPECTED = {
     "LBFGS": "OptimizerError: LBFGS cannot be sharded",
     "Adafactor": "OptimizerError: Adafactor needs whole matrices",
     "stepped": "OptimizerError: the optimizer already has state",
+    "state of its own": "OptimizerError: the optimizer's state has entries that are of no parameter: 'calls'",
     "dict config": "ConfigError: expected a zero.Config, got dict",
     "dtype": "ConfigError: the device '{device}' does not support torch.float8_e5m2",
     "units": "ConfigError: units=",

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero.config.training import Config
-from zero.errors import OptimizerError
+from zero.errors import OptimizerError, some
 from zero.optimizer.joint import members, name_of
 from zero.optimizer.kernel_rules import rule_for
 from zero.optimizer.stepping import LOOKS_AT_MATRICES, is_known
@@ -20,6 +20,11 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module, config: Config) -> d
     for kind in (type(each).__name__ for each in members(optimizer)):
         if kind in NEVER:
             raise OptimizerError(f"{kind} cannot be sharded: {NEVER[kind]}; use another optimizer")
+    if beside := [repr(key) for key in optimizer.state if not isinstance(key, Tensor)]:
+        raise OptimizerError(
+            f"the optimizer's state has entries that are of no parameter: {some(beside)}. The engine would "
+            "drop them: keep such values in param_groups, or as attributes of the optimizer"
+        )
     if any(float(state.get("step", 1)) != 0 for state in optimizer.state.values()):
         raise OptimizerError(
             "the optimizer already has state; call zero.initialize before its first step, and restore state "
