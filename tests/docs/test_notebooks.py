@@ -30,6 +30,7 @@ def test_a_notebook_runs_and_prints_what_it_shows(path: Path) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     NotebookClient(found, timeout=120, kernel_name="python3").execute()
     shown, printed = lines(stored), lines(found)
+    assert [o["text"] for c in found.cells for o in c.get("outputs", []) if o.get("name") == "stderr"] == []
     drawn = [o["data"].get("text/html", "") for c in found.cells for o in c.get("outputs", []) if "data" in o]
     assert ["Vega" in page for page in drawn] == [True], "the report"
     assert steady(printed) == steady(shown)

@@ -12,7 +12,7 @@ from zero.observe import Step
 
 def step_of(number: int, **logged: float) -> Step:
     """A step that took half a second."""
-    return Step(number, 0.0, {"forward": 0.5}, logged, 0.1, {}, {}, 0.0, {}, {"peak": 2**20})
+    return Step(number, 0.0, {"forward": 0.5}, logged, 0.1, {}, {}, 0.0, {}, {"peak": 2**25})
 
 
 # Operations by which a value on the device reaches the host.

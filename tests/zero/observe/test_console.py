@@ -35,7 +35,7 @@ def test_without_a_terminal_there_are_plain_lines() -> None:
     assert "\x1b" not in "".join(lines)
     steps = [line for line in lines if line.startswith("step ")]
     assert len(steps) == 20  # every second of 38, and the event
-    assert "loss 2.500  norm 1.50  100 tokens/s  MFU 6.0%  1 MB" in steps[0]
+    assert "loss 2.500  norm 1.50  100 tokens/s  MFU 6.0%  34 MB" in steps[0]
     assert [line for line in lines if "validation 3.250" in line] == [
         line for line in steps if " 20 " in line
     ]
@@ -48,5 +48,5 @@ def test_on_a_terminal_there_is_a_bar_with_the_time_that_is_left() -> None:
     text = told(terminal=True)
     assert "40/40" in text
     assert "0:00:00" in text
-    assert "loss 2.500  validation 3.250  norm 1.50  100 tokens/s  MFU 6.0%  1 MB" in text
+    assert "loss 2.500  validation 3.250  norm 1.50  100 tokens/s  MFU 6.0%  34 MB" in text
     assert "…" not in text, "nothing is cut on a terminal of 80 columns"
