@@ -26,7 +26,7 @@ SHORT = ("zero", "sim", "accelz", "backends")  # folders of tests whose files ar
 def strangers(tests: Path, rooms: set[str]) -> Iterator[str]:
     """Folders of tests that are no rooms, and tests in no folder."""
     for path in sorted(tests.iterdir()):
-        if any(path.glob("*.py")) and path.name not in {*rooms, "helpers"}:
+        if any(path.rglob("*.py")) and path.name not in {*rooms, "helpers"}:
             yield f"tests/zero/{path.name} is not called after a room of zero"
         elif path.match("test_*.py"):
             yield f"tests/zero/{path.name} is in no room's folder"

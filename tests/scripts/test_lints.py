@@ -284,7 +284,7 @@ def test_the_documentation_names_what_is_there(capsys: pytest.CaptureFixture[str
 
 def test_places_of_tests(tmp_path: Path) -> None:
     tests = tmp_path / "tests"
-    for name in ("zero/tiers/test_a.py", "zero/helpers/b.py", "zero/attic/c.py", "zero/test_flat.py"):
+    for name in ("zero/tiers/test_a.py", "zero/helpers/b.py", "zero/attic/old/c.py", "zero/test_flat.py"):
         (tests / name).parent.mkdir(parents=True, exist_ok=True)
         (tests / name).write_text("from tests.zero.tiers.test_a import f\n" * 501)
     assert list(lint_tests.strangers(tests / "zero", {"tiers"})) == [
