@@ -1,20 +1,21 @@
 """Draw the figures of the documentation: `python -m scripts.figures [--write]`, which fails if one is stale.
 
-Bytes are those of `zero.plan`, and the timelines come of a small schedule, so that a figure says what the
-code does. Those of the benchmarks are in measured_figures.py.
+Bytes are those of `zero.plan`, rooms those of the source, and the timelines come of a small schedule, so that
+a figure says what the code does. Those of the benchmarks are in measured_figures.py.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from graphlib import TopologicalSorter
 
 import torch
 from scripts.drawing import WIDTH, Drawing
 from scripts.paths import ROOT
 
 import zero
-from scripts import measured_figures
+from scripts import lint_rooms, measured_figures
 from zero.planning.plan import Plan
 
 FOLDER = ROOT / "docs" / "figures"
@@ -233,12 +234,48 @@ def ranks() -> Drawing:
     return drawing
 
 
+def rooms() -> Drawing:
+    """Each room stands above the rooms that it imports, as low as it can."""
+    known = lint_rooms.modules("zero")
+    graph = {name: lint_rooms.imported(path, known) for name, path in known.items()}
+    below = lint_rooms.rooms_below(graph)
+    trained = lint_rooms.rooms_below({n: g for n, g in graph.items() if n not in lint_rooms.ON_SAVING})
+    used, left = {"integrations"}, ["integrations"]
+    while left:
+        left += (found := trained[left.pop()] - used)
+        used |= found
+    floors: dict[str, int] = {}
+    for room in TopologicalSorter(below).static_order():
+        floors[room] = 1 + max((floors[other] for other in below[room]), default=-1)
+    height = 1 + max(floors.values())
+    drawing = Drawing(
+        "The rooms of zero: each uses rooms below it",
+        height * 46 + 88,
+        "Rows of boxes, one for each floor, from integrations and cli at the top to errors at the bottom.",
+    )
+    for floor in range(height):
+        row = sorted(
+            (room for room in floors if floors[room] == floor and room != "__main__"),
+            key=lambda room: (room not in used, room),
+        )
+        x, y = 20.0, 52 + (height - 1 - floor) * 46
+        for room in row:
+            width = 7.3 * len(room) + 22
+            drawing.box(x, y, width, 32, "a" if room in used else "c", room)
+            x += width + 8
+    drawing.legend(
+        height * 46 + 70, [("a", "imported where a model is trained"), ("c", "tools, and what models import")]
+    )
+    return drawing
+
+
 FIGURES: dict[str, Callable[[], Drawing]] = {
     "unit-life": unit_life,
     "stages": stages,
     "prefetch": prefetch,
     "offload": offload,
     "ranks": ranks,
+    "rooms": rooms,
     **measured_figures.FIGURES,
 }
 

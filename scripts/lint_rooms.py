@@ -86,13 +86,18 @@ def misplaced(graph: dict[str, set[str]], order: list[str]) -> Iterator[str]:
                 yield f"{name} imports {other}: {used!r} is not below {room!r}"
 
 
-def too_high(graph: dict[str, set[str]], floors: int) -> Iterator[str]:
-    """The longest chain of rooms that import one another, if it is longer than the house may be high."""
+def rooms_below(graph: dict[str, set[str]]) -> dict[str, set[str]]:
+    """The rooms that each room imports."""
     below: dict[str, set[str]] = {}
     for name, others in graph.items():
         below.setdefault(_room(name), set()).update(_room(other) for other in others)
     packages = {name.split(".")[0] for name in graph}
-    below = {room: under - packages - {room} for room, under in below.items() if room not in packages}
+    return {room: under - packages - {room} for room, under in below.items() if room not in packages}
+
+
+def too_high(graph: dict[str, set[str]], floors: int) -> Iterator[str]:
+    """The longest chain of rooms that import one another, if it is longer than the house may be high."""
+    below = rooms_below(graph)
     chains: dict[str, list[str]] = {}
     for room in TopologicalSorter(below).static_order():
         chains[room] = [room, *max((chains[other] for other in below[room]), key=len, default=[])]

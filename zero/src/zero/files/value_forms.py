@@ -1,6 +1,6 @@
 """The forms of what a manifest holds besides its records: user values and random states. No torch.
 
-They are documented in docs/checkpoint-format.md. `user_state` encodes such values.
+They are documented in docs/checkpoint-files.md. `user_state` encodes such values.
 """
 
 from __future__ import annotations
