@@ -305,7 +305,8 @@ class _Adapters(_Content):
         return value.to(self._request.dtype) if floating and self._request.dtype else value
 
     def complete(self, folder: Path) -> None:
-        self._model.save_pretrained(folder, state_dict=self._found)
+        with _saving_here(self._model):
+            self._model.save_pretrained(folder, state_dict=self._found)
 
 
 # -- what transformers and PEFT say of a model ------------------------------------------------------------
@@ -365,7 +366,8 @@ def _describe(model: Any, folder: Path, request: Request) -> None:
         return
     plan = vars(model.config).pop("distributed_config", None)  # for which all ranks would have to call it
     try:
-        model.save_pretrained(folder, state_dict={})  # writes no file of weights
+        with _saving_here(model):
+            model.save_pretrained(folder, state_dict={})  # writes no file of weights
     finally:
         if plan is not None:
             model.config.distributed_config = plan
@@ -374,6 +376,16 @@ def _describe(model: Any, folder: Path, request: Request) -> None:
         config = json.loads(path.read_text(encoding="utf-8"))
         config["dtype"] = str(request.dtype).removeprefix("torch.")
         path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def _saving_here(model: nn.Module) -> Iterator[None]:
+    """Have transformers write on this rank: by itself it does on torch's first, which may have no engine."""
+    vars(model)["should_save_on_this_rank"] = bool
+    try:
+        yield
+    finally:
+        del vars(model)["should_save_on_this_rank"]
 
 
 def _names(model: nn.Module, attribute: str) -> set[str]:
