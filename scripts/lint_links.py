@@ -18,7 +18,7 @@ from pathlib import Path, PurePosixPath
 
 from scripts.paths import ROOT
 
-FOR_CONTRIBUTORS = ("CONTRIBUTING.md", "docs/architecture.md", "docs/invariants.md", "docs/decisions/")
+FOR_CONTRIBUTORS = ("CONTRIBUTING.md", "docs/architecture", "docs/invariants.md", "docs/decisions/")
 _HIDDEN = (".ci", ".github")
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _CODE = re.compile(r"^( {0,3})```.*?^\1```", re.MULTILINE | re.DOTALL)

@@ -3,9 +3,9 @@
 Training imports no conversion of weights (`TOOLS`), and files are read without torch (`LIGHT`).
 
 A room is a package or a module directly under one of the two. Their order is that of the tables in
-docs/architecture.md, lowest first, and the order of a package's modules that of the table in its docstring,
-if it has one; so this check also keeps the tables complete and correct. Imports inside functions count, those
-for types alone do not.
+docs/architecture.md and docs/architecture-accelz.md, lowest first, and the order of a package's modules that
+of the table in its docstring, if it has one; so this check also keeps the tables complete and correct.
+Imports inside functions count, those for types alone do not.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = {"zero": ROOT / "zero" / "src", "accelz": ROOT / "accelz" / "src"}
-TABLE = ROOT / "docs" / "architecture.md"
+TABLES = {"zero": ROOT / "docs/architecture.md", "accelz": ROOT / "docs/architecture-accelz.md"}
 TOOLS = {"sources", "consolidate"}
 USERS = TOOLS | {"planning", "cli"}
 ON_SAVING = {"zero.whole.export"}
@@ -74,8 +74,9 @@ def misplaced(graph: dict[str, set[str]], order: list[str]) -> Iterator[str]:
     """Rooms that are missing from the table or only there, and imports of rooms that are not below."""
     (package,) = {name.split(".")[0] for name in graph}
     rooms = {_room(name) for name in graph} - {package, "__main__"}
-    yield from (f"{TABLE.name} has no room {room!r}" for room in sorted(rooms - set(order)))
-    yield from (f"{TABLE.name} has {room!r}, but {package} does not" for room in sorted(set(order) - rooms))
+    table = TABLES[package].name
+    yield from (f"{table} has no room {room!r}" for room in sorted(rooms - set(order)))
+    yield from (f"{table} has {room!r}, but {package} does not" for room in sorted(set(order) - rooms))
     place = {room: i for i, room in enumerate(order)}
     for name, below in sorted(graph.items()):
         for other in sorted(below):
@@ -164,10 +165,8 @@ def _room(name: str) -> str:
 
 def written_order(package: str) -> list[str]:
     """The rooms of a package in the order of its table: the names in backquotes in the first column."""
-    section = (
-        TABLE.read_text(encoding="utf-8").split(f"\n## {package}\n")[1].split("\n## ")[0].split("\n### ")[0]
-    )
-    cells = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+    lines = TABLES[package].read_text(encoding="utf-8").splitlines()
+    cells = [line.split("|")[1] for line in lines if line.startswith("| `")]
     return [name.rstrip("/") for cell in cells for name in re.findall(r"`([a-z_]+/?)`", cell)]
 
 

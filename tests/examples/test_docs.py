@@ -71,10 +71,7 @@ def pages() -> list[str]:
     return sorted(name for name in names if snippets(name).strip() and not name.startswith(DECIDED))
 
 
-LONGER = {  # in words; others have at most WORDS
-    "vendor-guide.md": 3000,
-    "architecture.md": 1500,
-}
+LONGER = {"vendor-guide.md": 3000}  # in words; others have at most WORDS
 WORDS = 1200
 OF_TWO_RANKS = [START, *(name for name in pages() if name not in {START, *OF_ONE_RANK, *ELSEWHERE})]
 
