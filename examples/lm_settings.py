@@ -143,7 +143,7 @@ def _name(field_name: str) -> str:
 
 
 def main() -> int:
-    ranks, *flags = sys.argv[1:]
+    ranks, *flags = sys.argv[1:] or ["none"]
     try:
         settings = parse(flags)
         if not ranks.isdigit() or not int(ranks):

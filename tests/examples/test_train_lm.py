@@ -273,13 +273,14 @@ def test_wrong_flags_say_what_is_wrong(arguments: list[str], message: str, examp
         ("2", ["--help"], ""),
         ("0", [], "at least 1, not 0"),
         ("two", [], "at least 1, not two"),
+        ("", [], "at least 1, not none"),
     ],
 )
 def test_wrong_flags_are_known_before_anything_is_installed(
     ranks: str, flags: list[str], message: str
 ) -> None:
     """In a Python without packages."""
-    command = [sys.executable, "-S", "-I", str(EXAMPLES / "lm_settings.py"), ranks, *flags]
+    command = [sys.executable, "-S", "-I", str(EXAMPLES / "lm_settings.py"), *filter(None, [ranks]), *flags]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == (2 if message else 0), ended.stderr
     assert ended.stderr.count("\n") == bool(message)
