@@ -180,7 +180,8 @@ class StandIns:
 
     def __init__(self, kind: type[GradientStandIn]) -> None:
         self._kind = kind
-        self._made: dict[int, Tensor] = {}  # by the parameter's id, as what is below
+        # By id: hashing a tensor is a call in Python. A place holds its parameter, so no other gets the id.
+        self._made: dict[int, Tensor] = {}
         self._places: dict[int, _GradientPlace] = {}
         self._shown: dict[int, nn.Parameter] = {}
 
