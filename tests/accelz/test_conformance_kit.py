@@ -35,12 +35,14 @@ UNDECLARED = {
         "storage_resize": "storage_can_be",
         "host_data_assignment": "takes_host_data",
         "async_collectives": "return_at_once",
+        "scaled_mm rowwise": "ScaledProducts",
         "dtype bfloat16": "matrix_products",
     },
     "modest(on_sim=True)": {
         "pinned_host_memory": "memory_is_pinned",
         "storage_resize": "storage_can_be",
         "compile aot_eager": "model_is_compiled",
+        "scaled_mm tensorwise": "ScaledProducts",
         "dtype float64": "matrix_products",
     },
 }

@@ -22,9 +22,20 @@ class Block(nn.Module):
         return torch.tanh(self.linear(x)) + x
 
 
-def float8(model: nn.Module) -> nn.Module:
+def emulated(model: nn.Module) -> nn.Module:
     config = Float8LinearConfig(emulate=True, enable_fsdp_float8_all_gather=True)
     return convert_to_float8_training(model, config=config)
+
+
+def multiplied(model: nn.Module) -> nn.Module:
+    """By torch._scaled_mm."""
+    config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+    return convert_to_float8_training(model, config=config)
+
+
+def rowwise(model: nn.Module) -> nn.Module:
+    """By torch._scaled_mm, with a scale for each row: the weights are plain, and travel as such."""
+    return convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name("rowwise"))
 
 
 def int8(model: nn.Module) -> nn.Module:
@@ -32,9 +43,19 @@ def int8(model: nn.Module) -> nn.Module:
     return model
 
 
-KINDS: dict[str, Callable[[nn.Module], nn.Module]] = {"float8": float8, "int8": int8}
+KINDS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "float8": emulated,
+    "float8 products": multiplied,
+    "int8": int8,
+}
+CODED = ("float8", "float8 products")
+"""The kinds whose weights travel as codes."""
 
 
 def built(kind: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+    return KINDS[kind](plain_model().to(dtype))
+
+
+def plain_model() -> nn.Module:
     torch.manual_seed(5)
-    return KINDS[kind](nn.Sequential(*(Block() for _ in range(BLOCKS))).to(dtype))
+    return nn.Sequential(*(Block() for _ in range(BLOCKS)))

@@ -11,6 +11,10 @@ Compilation = Literal["none", "aot_eager", "inductor"]
 COMPILATIONS: tuple[Compilation, ...] = get_args(Compilation)
 """From the least to the most; each includes those before it."""
 
+Scaling = Literal["none", "tensorwise", "rowwise"]
+SCALINGS: tuple[Scaling, ...] = get_args(Scaling)
+"""From the least to the most; each includes those before it."""
+
 
 @dataclass(frozen=True)
 class Capabilities:
@@ -33,6 +37,10 @@ class Capabilities:
     dtypes: the floating-point types that kernels, matrix products and collectives support; float32 always.
     peak_flops: the floating-point operations in a second that the device's data sheet gives for dense matrix
     products in 16 bits; 0 where it is not known. By it, an engine tells the share that training reaches.
+    scaled_mm: the fp32 scales with which `torch._scaled_mm` multiplies in 8 bits: a row-major matrix by a
+    column-major one, of sizes in multiples of 16. "tensorwise": one for each matrix; both are float8_e4m3fn,
+    or one is float8_e5m2, and the result is bf16 or fp32. "rowwise": also one for each row of the first and
+    each column of the second; both are float8_e4m3fn, and the result is bf16.
     """
 
     asynchronous: bool = False
@@ -49,6 +57,7 @@ class Capabilities:
     compile: Compilation = "none"
     dtypes: frozenset[torch.dtype] = frozenset({torch.float32})
     peak_flops: float = 0.0
+    scaled_mm: Scaling = "none"
 
     def flags(self) -> dict[str, bool]:
         """The yes/no capabilities by name."""
@@ -57,6 +66,10 @@ class Capabilities:
     def compiles(self, how: Compilation) -> bool:
         """Whether torch.compile does at least this much for the device."""
         return COMPILATIONS.index(self.compile) >= COMPILATIONS.index(how)
+
+    def scales(self, how: Scaling) -> bool:
+        """Whether products in 8 bits may have at least these scales."""
+        return SCALINGS.index(self.scaled_mm) >= SCALINGS.index(how)
 
     @property
     def counts_every_byte(self) -> bool:

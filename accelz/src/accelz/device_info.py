@@ -33,6 +33,7 @@ def facts(accelerator: Accelerator) -> dict[str, Any]:
         "device_count": accelerator.device_count(),
         "capabilities": accelerator.capabilities.flags(),
         "compile": accelerator.capabilities.compile,
+        "scaled_mm": accelerator.capabilities.scaled_mm,
         "dtypes": sorted(str(d).removeprefix("torch.") for d in accelerator.capabilities.dtypes),
         "memory": _memory(accelerator),
         "memory_granularity": accelerator.capabilities.memory_granularity,

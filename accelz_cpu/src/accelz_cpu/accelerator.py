@@ -38,6 +38,7 @@ def build() -> Accelerator:
             async_collectives=True,
             shared_device=True,
             compile="inductor" if has_compiler() else "aot_eager",
+            scaled_mm="rowwise",
             dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64}),
         ),
         memory=ProcessMemory(),

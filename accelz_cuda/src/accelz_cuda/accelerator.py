@@ -11,7 +11,7 @@ from accelz import Accelerator
 from accelz.torch_device import TORCH_DEVICE, ActiveMemory, TorchAccelerator
 from accelz_cuda.collectives import NcclCollectives
 from accelz_cuda.cuda_kernels import CudaKernels
-from accelz_cuda.peaks import peak_flops
+from accelz_cuda.peaks import peak_flops, scaled_mm
 
 SHARED_DEVICE = "ACCELZ_CUDA_SHARED_DEVICE"
 """If set to 1, several ranks may use one GPU. Slow; for tests on machines with a single GPU."""
@@ -19,10 +19,11 @@ SHARED_DEVICE = "ACCELZ_CUDA_SHARED_DEVICE"
 
 class CudaAccelerator(TorchAccelerator):
     def bind(self, local_rank: int) -> None:
-        """Take a device, as TorchAccelerator does, and declare its peak."""
+        """Take a device, as TorchAccelerator does, and declare its peak and its products in 8 bits."""
         super().bind(local_rank)
         peak = peak_flops(torch.cuda.get_device_name(self.device))
-        self.capabilities = replace(self.capabilities, peak_flops=peak)
+        products = scaled_mm(torch.cuda.get_device_capability(self.device))
+        self.capabilities = replace(self.capabilities, peak_flops=peak, scaled_mm=products)
 
 
 def build() -> Accelerator:

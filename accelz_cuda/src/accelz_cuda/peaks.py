@@ -1,6 +1,10 @@
-"""What data sheets say of GPUs: dense matrix products in 16 bits."""
+"""What is known of GPUs by their names and numbers: the products they make, and how many in a second."""
 
 from __future__ import annotations
+
+import torch
+
+from accelz.capabilities import Scaling
 
 PEAKS = {
     "NVIDIA A100": 312e12,
@@ -21,3 +25,13 @@ def peak_flops(name: str) -> float:
     if " MIG " in name:
         return 0.0
     return next((peak for begin, peak in PEAKS.items() if name.startswith(begin)), 0.0)
+
+
+def scaled_mm(compute_capability: tuple[int, int]) -> Scaling:
+    """The products in 8 bits that torch has kernels for, by its sources (ATen/native/cuda/ScaledBlas.cpp).
+
+    No GPU has run them here. None for ROCm, where some devices take other codes, float8_e4m3fnuz.
+    """
+    if torch.version.hip or compute_capability < (8, 9):
+        return "none"
+    return "rowwise" if compute_capability >= (9, 0) else "tensorwise"

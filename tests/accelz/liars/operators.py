@@ -121,6 +121,18 @@ def copied(call: Call, *args: Any, **options: Any) -> Any:
     return call(*args, **options).clone()
 
 
+def scaled_otherwise(
+    call: Call, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, **options: Any
+) -> Any:
+    """One scale for all columns, no bias, codes of gradients read as others, no result beyond the largest."""
+    if scale_b.numel() > 1:
+        scale_b = scale_b[:, :1].expand_as(scale_b).contiguous()
+    options.pop("bias", None)
+    a = a.view(torch.uint8).view(torch.float8_e4m3fn) if a.dtype == torch.float8_e5m2 else a
+    result = call(a, b, scale_a, scale_b, **options)
+    return result.clamp(torch.finfo(result.dtype).min, torch.finfo(result.dtype).max)
+
+
 LIES: dict[str, Call] = {
     "scaled_dot_product_attention": attention_to_everything,
     "dropout": the_same_mask,
@@ -140,6 +152,7 @@ LIES: dict[str, Call] = {
     "copy_": six_bits_of_sixteen,
     "to": cut_off,
     "as_strided": copied,
+    "_scaled_mm": scaled_otherwise,
 }
 """By the name of torch's function."""
 

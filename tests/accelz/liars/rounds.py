@@ -332,6 +332,12 @@ ROUNDS["operators"] = {
     "six bits of sixteen": _operator("torch.Tensor.copy_", "torch.int16", "test_copies"),
     "a cast cuts off": _operator("torch.Tensor.to", "torch.float32 to torch.bfloat16", "conversions"),
     "views are copies": _operator("torch.Tensor.view", "writes through views", "share_their_memory"),
+    "one scale for all columns": _operator("torch._scaled_mm", "must be right (rowwise", "ScaledProducts"),
+    "a bias is left out": _operator("torch._scaled_mm", "with a bias)", "ScaledProducts"),
+    "gradients are read as weights": _operator(
+        "torch._scaled_mm", "must be right (tensorwise, torch.float8_e5m2", "ScaledProducts"
+    ),
+    "products saturate": _operator("torch._scaled_mm", "must be infinite (rowwise)", "ScaledProducts"),
     "events are noticed late": Lie(
         "Event.done", "operations_return", "streams", EventsNoticedLate, flags={"asynchronous": True}
     ),

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from accelz.capabilities import COMPILATIONS, Capabilities, Compilation
+from accelz.capabilities import COMPILATIONS, SCALINGS, Capabilities, Compilation, Scaling
 
 about = pytest.mark.accelz_about
 proves = pytest.mark.accelz_proves
@@ -43,13 +43,21 @@ def compile_name(how: Compilation) -> str:
     return f"compile {how}"
 
 
+def scaled_mm_name(how: Scaling) -> str:
+    """The name of the capability "products in 8 bits may have at least these scales"."""
+    return f"scaled_mm {how}"
+
+
 def declares(capabilities: Capabilities, name: str) -> bool:
-    """Whether a capability is declared; `name` is a flag's name, a `compile_name` or a `dtype_name`."""
+    """Whether a capability is declared; `name` is a flag's name, or of a kind that has a function above."""
     if name in capabilities.flags():
         return capabilities.flags()[name]
     for how in COMPILATIONS[1:]:
         if name == compile_name(how):
             return capabilities.compiles(how)
+    for scaling in SCALINGS[1:]:
+        if name == scaled_mm_name(scaling):
+            return capabilities.scales(scaling)
     return any(name == dtype_name(dtype) for dtype in capabilities.dtypes)
 
 
@@ -58,6 +66,8 @@ def not_to_declare(name: str) -> str:
     kind, _, value = name.partition(" ")
     if kind == "compile":
         return f"declare compile={COMPILATIONS[COMPILATIONS.index(value) - 1]!r}"
+    if kind == "scaled_mm":
+        return f"declare scaled_mm={SCALINGS[SCALINGS.index(value) - 1]!r}"
     if kind == "dtype":
         return "" if value == "float32" else f"leave torch.{value} out of dtypes"
     return f"declare {name}=False"
@@ -66,8 +76,8 @@ def not_to_declare(name: str) -> str:
 def every_capability(capabilities: Capabilities) -> list[str]:
     """The names of all capabilities, in the order of the report."""
     extra = sorted(dtype_name(d) for d in capabilities.dtypes if d not in FLOATS)
-    compilations = map(compile_name, COMPILATIONS[1:])
-    return [*capabilities.flags(), *compilations, *map(dtype_name, FLOATS), *extra]
+    ordered = (*map(compile_name, COMPILATIONS[1:]), *map(scaled_mm_name, SCALINGS[1:]))
+    return [*capabilities.flags(), *ordered, *map(dtype_name, FLOATS), *extra]
 
 
 def over_dtypes(*dtypes: torch.dtype) -> pytest.MarkDecorator:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from accelz.accelerator import Accelerator
-from accelz.capabilities import COMPILATIONS, Capabilities
+from accelz.capabilities import COMPILATIONS, SCALINGS, Capabilities
 from accelz.conformance.cluster import Cluster
 from accelz.conformance.contract import ROLES, ContractBroken, expect, expect_close, unguarded
 from accelz.conformance.marks import about, proves
@@ -149,6 +149,8 @@ class DescriptorContract:
         expect(sound, where, "memory_granularity must be bytes, at least 1", repr(granularity))
         known = capabilities.compile in COMPILATIONS
         expect(known, where, f"compile must be one of {COMPILATIONS}", repr(capabilities.compile))
+        known = capabilities.scaled_mm in SCALINGS
+        expect(known, where, f"scaled_mm must be one of {SCALINGS}", repr(capabilities.scaled_mm))
         dtypes: object = capabilities.dtypes
         expect(isinstance(dtypes, frozenset), where, "dtypes must be a frozenset", type(dtypes).__name__)
         assert isinstance(dtypes, frozenset)

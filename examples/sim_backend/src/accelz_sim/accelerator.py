@@ -22,6 +22,7 @@ CAPABILITIES = replace(
     memory_granularity=1,  # no blocks: every byte is counted
     shared_device=True,  # each process simulates its own memory: ranks share only the name
     compile="aot_eager",
+    scaled_mm="rowwise",  # on the host, as all products are
     dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64}),
 )
 

@@ -30,6 +30,7 @@ from zero.drafts.checks import (
     check_model,
     check_movable,
 )
+from zero.drafts.float8_layers import check_float8_layers
 from zero.drafts.preparation import prepare, settings, warn_of_nothing_to_move
 from zero.engine import Engine
 from zero.pretrained import keep_promises
@@ -109,6 +110,7 @@ def initialize(
     for message, category in held:
         warn(message, category, rank=communicator.group.rank)
     check_flat_buffers(accelerator, communicator.group.rank)
+    check_float8_layers(model, accelerator)  # bound by now: which products there are depends on the chip
     check_equal(model, prepared, config, communicator)
     check_first_states(prepared.optimizer, model, config, communicator)
     grid = Grid.plain(groups.whole.size, config.shard_ranks) if arranged is None else groups.grid
