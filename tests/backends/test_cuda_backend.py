@@ -212,27 +212,31 @@ def test_the_accelerator_is_put_together_without_touching_a_device() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "number", "peak", "products"),
+    ("name", "number", "sheet", "products"),
     [
-        ("NVIDIA H100 80GB HBM3", (9, 0), 989e12, "rowwise"),
-        ("NVIDIA H100 PCIe", (9, 0), 756e12, "rowwise"),
-        ("NVIDIA B200", (10, 0), 2250e12, "rowwise"),
-        ("NVIDIA L40S", (8, 9), 362e12, "tensorwise"),
-        ("NVIDIA A100-SXM4-80GB", (8, 0), 312e12, "none"),
-        ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", (8, 0), 0.0, "none"),
-        ("NVIDIA A10", (8, 6), 0.0, "none"),
+        ("NVIDIA H100 80GB HBM3", (9, 0), (989e12, 450e9), "rowwise"),
+        ("NVIDIA H100 PCIe", (9, 0), (756e12, 300e9), "rowwise"),
+        ("NVIDIA B200", (10, 0), (2250e12, 900e9), "rowwise"),
+        ("NVIDIA L40S", (8, 9), (362e12, 32e9), "tensorwise"),
+        ("NVIDIA A100-SXM4-80GB", (8, 0), (312e12, 300e9), "none"),
+        ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", (8, 0), (0.0, 0.0), "none"),
+        ("NVIDIA A10", (8, 6), (0.0, 0.0), "none"),
     ],
 )
-def test_peak_and_products_are_those_of_the_device_that_is_bound(
-    name: str, number: tuple[int, int], peak: float, products: str, monkeypatch: pytest.MonkeyPatch
+def test_what_is_known_of_the_device_that_is_bound_is_declared(
+    name: str,
+    number: tuple[int, int],
+    sheet: tuple[float, float],
+    products: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(TorchAccelerator, "bind", lambda self, local_rank: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: number)
     accelerator = build()
-    assert accelerator.capabilities.peak_flops == 0
+    assert (accelerator.capabilities.peak_flops, accelerator.capabilities.link_bandwidth) == (0, 0)
     accelerator.bind(0)
-    assert accelerator.capabilities.peak_flops == peak
+    assert (accelerator.capabilities.peak_flops, accelerator.capabilities.link_bandwidth) == sheet
     assert accelerator.capabilities.scaled_mm == products
     monkeypatch.setattr(torch.version, "hip", "6.4")
     accelerator.bind(0)

@@ -41,6 +41,10 @@ class Capabilities:
     column-major one, of sizes in multiples of 16. "tensorwise": one for each matrix; both are float8_e4m3fn,
     or one is float8_e5m2, and the result is bf16 or fp32. "rowwise": also one for each row of the first and
     each column of the second; both are float8_e4m3fn, and the result is bf16.
+    link_bandwidth: the bytes in a second that the device's data sheet lets it send to other devices of its
+    node, over all its links together, in one direction; 0 where it is not known. It bounds the bus bandwidth:
+    of an all-gather of n bytes over r ranks, each receives n (r - 1) / r, which takes no less than that
+    divided by it. By it, a planner tells how long a step takes at least.
     """
 
     asynchronous: bool = False
@@ -58,6 +62,7 @@ class Capabilities:
     dtypes: frozenset[torch.dtype] = frozenset({torch.float32})
     peak_flops: float = 0.0
     scaled_mm: Scaling = "none"
+    link_bandwidth: float = 0.0
 
     def flags(self) -> dict[str, bool]:
         """The yes/no capabilities by name."""

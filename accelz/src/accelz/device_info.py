@@ -38,6 +38,7 @@ def facts(accelerator: Accelerator) -> dict[str, Any]:
         "memory": _memory(accelerator),
         "memory_granularity": accelerator.capabilities.memory_granularity,
         "peak_flops": accelerator.capabilities.peak_flops,
+        "link_bandwidth": accelerator.capabilities.link_bandwidth,
         "kernels": {name: accelerator.kernels.origin(name) for name in kernels.NAMES},
         "collectives": f"{_class_name(accelerator.collectives)} ({accelerator.collectives.spec})",
         "flat_buffers": _class_name(accelerator.flat_buffers),

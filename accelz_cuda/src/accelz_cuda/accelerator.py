@@ -8,10 +8,11 @@ from dataclasses import replace
 import torch
 
 from accelz import Accelerator
+from accelz.capabilities import Scaling
 from accelz.torch_device import TORCH_DEVICE, ActiveMemory, TorchAccelerator
 from accelz_cuda.collectives import NcclCollectives
 from accelz_cuda.cuda_kernels import CudaKernels
-from accelz_cuda.peaks import peak_flops, scaled_mm
+from accelz_cuda.data_sheets import data_sheet
 
 SHARED_DEVICE = "ACCELZ_CUDA_SHARED_DEVICE"
 """If set to 1, several ranks may use one GPU. Slow; for tests on machines with a single GPU."""
@@ -19,11 +20,21 @@ SHARED_DEVICE = "ACCELZ_CUDA_SHARED_DEVICE"
 
 class CudaAccelerator(TorchAccelerator):
     def bind(self, local_rank: int) -> None:
-        """Take a device, as TorchAccelerator does, and declare its peak and its products in 8 bits."""
+        """Take a device, as TorchAccelerator does, and declare what is known of it."""
         super().bind(local_rank)
-        peak = peak_flops(torch.cuda.get_device_name(self.device))
+        sheet = data_sheet(torch.cuda.get_device_name(self.device))
         products = scaled_mm(torch.cuda.get_device_capability(self.device))
-        self.capabilities = replace(self.capabilities, peak_flops=peak, scaled_mm=products)
+        self.capabilities = replace(self.capabilities, scaled_mm=products, **sheet._asdict())
+
+
+def scaled_mm(compute_capability: tuple[int, int]) -> Scaling:
+    """The products in 8 bits that torch has kernels for, by its sources (ATen/native/cuda/ScaledBlas.cpp).
+
+    No GPU has run them here. None for ROCm, where some devices take other codes, float8_e4m3fnuz.
+    """
+    if torch.version.hip or compute_capability < (8, 9):
+        return "none"
+    return "rowwise" if compute_capability >= (9, 0) else "tensorwise"
 
 
 def build() -> Accelerator:

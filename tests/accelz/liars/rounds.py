@@ -359,6 +359,9 @@ SIM_ROUNDS: dict[str, dict[str, Lie]] = {
         ),
         "a state is on the device": Lie("Rng.get_state", "a_state_comes_back", "rng", StateOnTheDevice),
         "a stream records elsewhere": Lie("Stream.record", "not_in_use", "streams", RecordingElsewhere),
+        "links are too slow": Lie(
+            "Capabilities.link_bandwidth", "no_faster_than_the_links", flags={"link_bandwidth": 1.0}
+        ),
         "time of the host": Lie("Event.seconds_since", "events_measure_time", "streams", HostClocks),
         "a kernel has a stream of its own": Lie(
             "Kernels.accumulate", "queued_on_the_current", "kernels", KernelsOnTheFirstStream

@@ -38,6 +38,10 @@ OFFSETS = (0, 1, 3)
 MARK = 7.0
 LATE_SECONDS = 1.0
 BUSY_SECONDS = 0.1
+GATHERED_BYTES, GATHERS = 16 << 20, 4
+"""Bytes that each of two ranks gets from the other, and how often."""
+ROUNDING = 1.05
+"""Data sheets round: 64 GB/s for 16 lanes of PCIe 5, which are 63."""
 FAULTS = {
     "dies": {2: "all_gather", 3: "broadcast", 4: "all_to_all"},
     "never comes": {2: "reduce_scatter", 4: "all_reduce"},
@@ -145,6 +149,22 @@ class CollectivesContract:
         """Called inside `use`, a collective reads its input after the work queued there, and work on the
         stream that waits, this or another one, sees what it wrote."""
         cluster(pair_size(accelerator)).run(side_stream_body, name=name, elsewhere=elsewhere)
+
+    @about("Capabilities.link_bandwidth")
+    def test_gathers_are_no_faster_than_the_links(self, cluster: Clustered) -> None:
+        """An all-gather between two devices brings no more bytes in a second than are declared."""
+        (declared, *_), *_ = found = cluster(2).run(gathers_body)
+        if declared == 0:
+            pytest.skip("link_bandwidth is not declared")
+        where, do = "Capabilities.link_bandwidth", "declare what the data sheet says, in one direction"
+        sound = isinstance(declared, (int, float)) and declared > 0
+        expect(sound, where, "must be above 0", repr(declared), do)
+        rounds = list(zip(*(seconds for _, seconds in found), strict=True))
+        if not rounds:
+            pytest.skip("2 devices, because no link is between ranks that share one")
+        reached = GATHERED_BYTES / min(map(max, rounds))  # of each round, as the slowest rank has it
+        expected = f"gathers must not exceed {declared:g} bytes in a second by more than its rounding"
+        expect(reached <= ROUNDING * declared, where, expected, f"{reached:g}", do)
 
     @about("Collectives.new_group", "Group")
     @over_sizes
@@ -440,6 +460,24 @@ def _filled(name: str, n: int, size: int) -> Tensor:
     if name == "broadcast":
         return torch.full((n * size,), float(size))
     return torch.full((n if name == "reduce_scatter" else n * size,), float(ranks.sum()))
+
+
+def gathers_body(context: Context) -> tuple[float, list[float]]:
+    """What is declared, and the seconds of a few gathers that bring GATHERED_BYTES from another device."""
+    accelerator = checked(context.accelerator)
+    declared, device = accelerator.capabilities.link_bandwidth, accelerator.device
+    if declared == 0 or accelerator.device_count() < context.size:
+        return declared, []
+    shard = torch.ones(GATHERED_BYTES, dtype=torch.uint8, device=device)
+    full, seconds = torch.zeros(GATHERED_BYTES * context.size, dtype=torch.uint8, device=device), []
+    for _ in range(GATHERS):  # the first has whatever a first use costs
+        accelerator.streams.synchronize()
+        accelerator.collectives.barrier(context.group)
+        started = time.perf_counter()
+        accelerator.collectives.all_gather(full, shard, context.group)
+        accelerator.streams.synchronize()
+        seconds.append(time.perf_counter() - started)
+    return declared, seconds
 
 
 def groups_body(context: Context) -> None:
