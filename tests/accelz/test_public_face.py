@@ -53,6 +53,7 @@ PUBLIC = [
     "host_kernels",
     "list_backends",
     "rebind",
+    "selected",
     "unshare",
     "use",
 ]

@@ -29,6 +29,12 @@ def test_unset_the_highest_priority_wins(tmp_path: Path) -> None:
     assert python(tmp_path, CURRENT).stdout == "best\n"
 
 
+def test_what_is_selected_is_told_without_a_choice(tmp_path: Path) -> None:
+    install(tmp_path, "best", good("best", 500))
+    asked = "import accelz; print(accelz.selected()); accelz.current(); print(accelz.selected().name)"
+    assert python(tmp_path, asked).stdout == "None\nbest\n"
+
+
 def test_accelz_device_loads_that_backend_alone(tmp_path: Path) -> None:
     marker = tmp_path / "imported"
     install(tmp_path, "other", f"open({str(marker)!r}, 'w')\n" + good("other", 900))

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from accelz.roles.memory import Memory, MemoryStats
     from accelz.roles.rng import HostRng, Rng
     from accelz.roles.streams import Event, NullStreams, Stream, Streams
-    from accelz.selection import current, host_collectives, host_kernels, use
+    from accelz.selection import current, host_collectives, host_kernels, selected, use
     from accelz.version import __version__ as __version__
 
 _NAMES = {  # by the modules that they come from, which are imported when a name of theirs is first used
@@ -79,7 +79,7 @@ _NAMES = {  # by the modules that they come from, which are imported when a name
     "roles.memory": "Memory MemoryStats",
     "roles.rng": "HostRng Rng",
     "roles.streams": "Event NullStreams Stream Streams",
-    "selection": "current host_collectives host_kernels use",
+    "selection": "current host_collectives host_kernels selected use",
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 
@@ -125,6 +125,7 @@ __all__ = [
     "host_kernels",
     "list_backends",
     "rebind",
+    "selected",
     "unshare",
     "use",
 ]

@@ -36,6 +36,11 @@ def current() -> Accelerator:
         return _selected or _commit(_choose(os.environ))
 
 
+def selected() -> Accelerator | None:
+    """The process's accelerator if it has been chosen, by `current` or `use`; chooses none."""
+    return _selected
+
+
 def use(name: str) -> Accelerator:
     """Select the backend `name` in code, like ACCELZ_DEVICE=name.
 

@@ -134,15 +134,26 @@ def plan(
         int | None, typer.Option(min=1, help="Rows of a rank's batch of tokens, to count activations.")
     ] = None,
     sequence: Annotated[int | None, typer.Option(min=1, help="Tokens in a row of the batch.")] = None,
+    peak_flops: Annotated[
+        float | None,
+        typer.Option(help="Operations that a device does in a second, by its data sheet, e.g. 989e12."),
+    ] = None,
+    link_bandwidth: Annotated[
+        str | None,
+        typer.Option(help="Bytes in a second that a rank sends to the others (bus bandwidth), e.g. 450GB."),
+    ] = None,
+    host_bandwidth: Annotated[
+        str | None, typer.Option(help="Bytes in a second between device and host, each way, e.g. 50GB.")
+    ] = None,
     compare: Annotated[
         bool, typer.Option("--compare", help="Compare stages and offload settings side by side.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show the memory and traffic of a training step, before anything is allocated.
+    """Show the memory, traffic and least time of a training step, before anything is allocated.
 
-    They are those of model state and, with --batch and --sequence, of activations; modules' buffers, and what
-    libraries take, come on top.
+    Memory is that of model state and, with --batch and --sequence, of activations; modules' buffers, and what
+    libraries take, come on top. The time is there with --peak-flops, --link-bandwidth or --host-bandwidth.
     """
     from zero.config.training import DTYPES  # torch takes a second to import
     from zero.planning import command
@@ -158,7 +169,12 @@ def plan(
     if (batch is None) is not (sequence is None):
         raise UsageError("--batch and --sequence go together: the rows of a batch, and the tokens in each")
     sizes = None if batch is None or sequence is None else (batch, sequence)
-    planned = command.planner_for(target, optimizer, options, ranks, dtype, sizes)
+    rates = {
+        "peak_flops": peak_flops,
+        "link_bandwidth": None if link_bandwidth is None else size(link_bandwidth),
+        "host_bandwidth": None if host_bandwidth is None else size(host_bandwidth),
+    }
+    planned = command.planner_for(target, optimizer, options, ranks, dtype, sizes, rates)
     plans = command.plans_for(planned, settings, compare)
     print(command.as_json(plans, compare) if as_json else command.as_text(plans, compare, room))
     if room is not None and not any(command.fits(made, room) for made in plans.values()):

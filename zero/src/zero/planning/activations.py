@@ -1,4 +1,4 @@
-"""The memory of activations in a forward and backward, from a run of the model without values.
+"""The activations and operations of a forward and backward, from a run of the model without values.
 
 Fake tensors have a size and a lifetime, autograd's graph included, and no memory. What is
 saved, what is temporary and what recomputation makes again are counted as they come and go; parameters and
@@ -24,6 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from accelz import HOST
 from zero.errors import UsageError
+from zero.planning.operations import Flops, operations
 from zero.sharding.tensors import iter_tensors
 from zero.sharding.units import ROOT
 
@@ -46,8 +47,8 @@ def measure(
     dtypes: Mapping[str, torch.dtype],
     batch: Any,
     autocast: torch.dtype | None,
-) -> Activations:
-    """Run a forward and backward of the model with fake tensors.
+) -> tuple[Activations, Flops]:
+    """Run a forward and backward of the model with fake tensors; the operations are those of one micro-batch.
 
     units: their modules, by name; what runs in none of them counts for the root. dtypes: of the parameters
     as they are computed with, by name. batch: the model's inputs: a mapping of keyword arguments, a tuple or
@@ -70,7 +71,7 @@ def measure(
                 "the activations cannot be planned, as the model does not run without values, with sizes "
                 f"alone: {type(error).__name__}: {error}"
             ) from error
-    return Activations(tracker.forward, tracker.backward)
+    return Activations(tracker.forward, tracker.backward), Flops(**tracker.flops)
 
 
 def _take_values(model: nn.Module, dtypes: Mapping[str, torch.dtype], tracker: _Tracker) -> None:
@@ -92,12 +93,13 @@ def _take_values(model: nn.Module, dtypes: Mapping[str, torch.dtype], tracker: _
 
 
 class _Tracker(TorchDispatchMode):
-    """Counts the bytes of tensors that are alive, and the most in each unit."""
+    """Counts the bytes of tensors that are alive, and the most in each unit; and operations."""
 
     def __init__(self) -> None:
         super().__init__()
         self.forward: dict[str | None, int] = {}
         self.backward: dict[str | None, int] = {}
+        self.flops = dict.fromkeys(("forward", "backward", "recomputed"), 0)
         self._peaks = self.forward
         self._units: list[str | None] = [None]  # those under way, the innermost last
         self._outputs = WeakIdKeyDictionary()
@@ -111,10 +113,17 @@ class _Tracker(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        self.flops[self._doing()] += operations(func, args, kwargs, result)
         for tensor in iter_tensors(result):
             self._note(tensor)
         return result
+
+    def _doing(self) -> str:
+        if self._peaks is self.forward:
+            return "forward"
+        return "recomputed" if torch.is_grad_enabled() else "backward"  # which a backward itself is not
 
     def _note(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()

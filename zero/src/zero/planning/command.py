@@ -15,8 +15,9 @@ from zero.config.sizes import human
 from zero.config.training import Config
 from zero.errors import ConfigError, OptimizerError, UsageError
 from zero.planning.plan import Plan, plan
+from zero.planning.step_time import TimePlan
 from zero.planning.target import batch_of, is_guessed, model_of, optimizers_of
-from zero.planning.text import table
+from zero.planning.text import seconds, table
 
 Planned = Callable[[Config], Plan]
 GIVEN = "as given"
@@ -35,8 +36,10 @@ def planner_for(
     ranks: int,
     autocast: torch.dtype | None,
     sizes: tuple[int, int] | None = None,
+    rates: Mapping[str, Any] | None = None,
 ) -> Planned:
-    """Plans of a model for any settings; the model is built once. sizes: rows and tokens of a batch."""
+    """Plans of a model for any settings; the model is built once. sizes: rows and tokens of a batch. rates:
+    what is done in a second, as `plan` takes it."""
     if (autocast is not None or sizes is not None) and is_guessed(target):
         raise UsageError(
             "--autocast, or --batch, needs the model's classes, but a checkpoint has only names: write "
@@ -45,7 +48,8 @@ def planner_for(
     model = model_of(target)
     made = optimizers_of(optimizer, options, model)
     batch = None if sizes is None else batch_of(model, *sizes)
-    return lambda config: plan(model, made, config, ranks=ranks, autocast=autocast, batch=batch)
+    known = rates or {}
+    return lambda config: plan(model, made, config, ranks=ranks, autocast=autocast, batch=batch, **known)
 
 
 def as_json(plans: Mapping[str, Plan], compare: bool) -> str:
@@ -78,6 +82,16 @@ def _as_dict(made: Plan) -> dict[str, Any]:
         "host": memory.host,
         "disk": memory.disk,
         "traffic": asdict(made.traffic),
+        "flops": None if made.flops is None else asdict(made.flops),
+        "time": None if made.time is None else _as_dict_of(made.time),
+    }
+
+
+def _as_dict_of(time: TimePlan) -> dict[str, Any]:
+    return asdict(time) | {
+        "overlapped": time.overlapped,
+        "in_turn": time.in_turn,
+        "bound_by": time.bound_by,
     }
 
 
@@ -110,11 +124,14 @@ def plans_for(planned: Planned, base: Config, compare: bool) -> dict[str, Plan]:
 def _side_by_side(plans: Mapping[str, Plan], memory: int | None) -> str:
     """A table with a line for each plan."""
     rows = [["", "device", "host", "disk", "sent to ranks", "to and from host", "disk read and written"]]
+    timed = any(made.time is not None for made in plans.values())
+    rows[0] += ["least time"] if timed else []
     for name, made in plans.items():
         moved = made.traffic.to_host + made.traffic.to_device, made.traffic.read + made.traffic.written
         sizes = made.memory.device, made.memory.host, made.memory.disk, made.traffic.link, *moved
         note = "" if memory is None or fits(made, memory) else " (does not fit)"
-        rows.append([f"{name}{note}", *(human(nbytes) if nbytes else "-" for nbytes in sizes)])
+        row = [f"{name}{note}", *(human(nbytes) if nbytes else "-" for nbytes in sizes)]
+        rows.append([*row, seconds(made.time.overlapped)] if made.time is not None else row)
     return "\n".join(table(rows))
 
 

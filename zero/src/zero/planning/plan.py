@@ -23,6 +23,8 @@ from zero.optimizer.state_size import moments_of
 from zero.planning.activations import Activations, measure
 from zero.planning.groups import PlannedUnit, UnitPlanner
 from zero.planning.memory import MemoryPlan, plan_memory
+from zero.planning.operations import Flops
+from zero.planning.step_time import Rates, TimePlan, plan_time
 from zero.planning.text import describe
 from zero.planning.traffic import TrafficPlan, plan_traffic
 from zero.sharding.distributed import is_distributed
@@ -36,9 +38,10 @@ AUTOCAST = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(frozen=True)
 class Plan:
-    """What one rank takes, in bytes; `str()` of it is for people.
+    """What one rank takes, in bytes, operations and seconds; `str()` of it is for people.
 
-    ranks: those with different data. parameters, trainable: elements of the whole model.
+    ranks: those with different data. parameters, trainable: elements of the whole model. flops: None without
+    a batch. time: None where nothing is known of what is done in a second.
     """
 
     config: Config
@@ -48,6 +51,8 @@ class Plan:
     units: tuple[PlannedUnit, ...]
     memory: MemoryPlan
     traffic: TrafficPlan
+    flops: Flops | None
+    time: TimePlan | None
 
     def __str__(self) -> str:
         frozen = self.parameters - self.trainable
@@ -56,7 +61,7 @@ class Plan:
             f"stage {self.config.stage}, precision {self.config.precision!r}",
             f"{_count(len(self.units), 'unit')}; {_count(self.ranks, 'rank')}, bytes of each:",
         ]
-        return "\n".join((*head, "", describe(self.memory, self.traffic)))
+        return "\n".join((*head, "", describe(self.memory, self.traffic, self.flops, self.time)))
 
 
 def plan(
@@ -70,8 +75,11 @@ def plan(
     shard_dims: str | Sequence[str] | None = None,
     autocast: torch.dtype | None = None,
     batch: Any = None,
+    peak_flops: float | None = None,
+    link_bandwidth: float | None = None,
+    host_bandwidth: float | None = None,
 ) -> Plan:
-    """Plan the memory and traffic of `zero.initialize(model, optimizer, config)` on `ranks` ranks.
+    """Plan memory, traffic and least time of `zero.initialize(model, optimizer, config)` on `ranks` ranks.
 
     Needs no device and no other rank, and changes nothing. The model needs no memory either: build it under
     torch.device("meta"), or under `zero.init`. The plan covers model state in the steady state of eager
@@ -93,14 +101,28 @@ def plan(
     without values, forward and backward, with its checkpointing; the backward begins from the `loss` in the
     outputs, or where there is none from means of them. What kernels keep is what the host's keep.
 
+    peak_flops: operations that a device does in a second; with it and a batch, the plan has the time to
+    compute. link_bandwidth: bytes that a rank sends to the others in a second: the bus bandwidth of
+    collectives, which between nodes is that of a node's network. host_bandwidth: bytes in a second between
+    device and host, each way, as `accelz bench` measures it. In place of None is what the accelerator
+    declares that this process has chosen, if it has chosen one. No step is faster than `time.overlapped`
+    (a roofline: Williams et al., 2009), unless the network itself makes reductions.
+
     Raises what `initialize` raises for settings, models and optimizers that do not fit; UsageError for fewer
-    than one rank, for ranks beside a mesh, for a dtype that `torch.autocast` does not cast to, and for a
-    batch where parameters are DTensors or the model cannot run without values.
+    than one rank, for ranks beside a mesh, for a dtype that `torch.autocast` does not cast to, for a
+    batch where parameters are DTensors or the model cannot run without values, for what cannot be done in a
+    second, and for `peak_flops` without a batch.
     """
     config = settings(config)
     grid = _grid(config, ranks, mesh, data_dims, shard_dims)
     if autocast not in (None, *AUTOCAST):
         raise UsageError(f"autocast must be {', '.join(map(str, AUTOCAST))} or None, got {autocast!r}")
+    if peak_flops is not None and batch is None:
+        raise UsageError(
+            f"peak_flops={peak_flops!r} is for the operations of a batch: give one too (on the command line, "
+            "--batch and --sequence)"
+        )
+    rates = Rates.given(peak_flops, link_bandwidth, host_bandwidth)
     check_model(model, META)
     _check_dtypes(model, config)
     prepared = prepare(model, optimizer, config, for_graphs=False, has_mesh=grid.told)
@@ -112,12 +134,18 @@ def plan(
     planner = UnitPlanner(model, drafts, config, policy, autocast, moments)
     units = tuple(map(planner.unit, drafts))
     scaled = every > 1 or config.clip_norm is not None or config.loss_scale is not None
-    activations = None if batch is None else _activations(model, drafts, units, batch, autocast)
+    activations = flops = None
+    if batch is not None:
+        activations, flops = _run(model, drafts, units, batch, autocast)
+        flops = flops.times(config.gradient_accumulation_steps or 1)
     memory = plan_memory(units, config, policy, scaled, replicas, activations)
     traffic = plan_traffic(units, config, policy, replicas)
     parameters = list(model.parameters())
     trainable = sum(p.numel() for p in parameters if p.requires_grad)
-    return Plan(config, every, sum(p.numel() for p in parameters), trainable, units, memory, traffic)
+    time = plan_time(flops, traffic, rates)
+    return Plan(
+        config, every, sum(p.numel() for p in parameters), trainable, units, memory, traffic, flops, time
+    )
 
 
 def _grid(
@@ -138,13 +166,14 @@ def _grid(
     return arranged.grid
 
 
-def _activations(
+def _run(
     model: nn.Module,
     drafts: Sequence[UnitDraft],
     units: Sequence[PlannedUnit],
     batch: Any,
     autocast: torch.dtype | None,
-) -> Activations:
+) -> tuple[Activations, Flops]:
+    """Of one micro-batch."""
     if any(map(is_distributed, model.parameters())):
         raise UsageError("the activations of a model with DTensors are not planned: leave batch out")
     modules = {

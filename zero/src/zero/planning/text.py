@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 
 from zero.config.sizes import human
 from zero.planning.memory import MemoryPlan
+from zero.planning.operations import Flops
+from zero.planning.step_time import TimePlan
 from zero.planning.traffic import TrafficPlan
 from zero.tiers.tier import TIERS
 
@@ -13,9 +15,21 @@ _BAR = 48  # characters
 _MARKS = {"parameters": "█", "gathered": "▒", "gradients": "▓", "optimizer": "░", "activations": "·"}
 
 
-def describe(memory: MemoryPlan, traffic: TrafficPlan) -> str:
+_BOUND = {
+    "compute": "computing",
+    "link": "what ranks send each other",
+    "host": "what moves between device and host",
+}
+
+
+def describe(memory: MemoryPlan, traffic: TrafficPlan, flops: Flops | None, time: TimePlan | None) -> str:
     """A few tables; all bytes are of one rank."""
-    return "\n".join((*_state(memory), "", *_peaks(memory), "", *_chart(memory), "", *_traffic(traffic)))
+    tables = [_state(memory), _peaks(memory), _chart(memory), _traffic(traffic)]
+    if flops is not None:
+        tables.append(_flops(flops))
+    if time is not None:
+        tables.append(_time(time))
+    return "\n\n".join(map("\n".join, tables))
 
 
 def table(rows: Iterable[Sequence[str]]) -> list[str]:
@@ -80,6 +94,32 @@ def _traffic(traffic: TrafficPlan) -> list[str]:
     }
     rows = [[name, _bytes(nbytes)] for name, nbytes in moved.items() if nbytes]
     return table([["moved per optimizer step", ""], *rows]) if rows else ["nothing moves"]
+
+
+def _flops(flops: Flops) -> list[str]:
+    parts = {"forward": flops.forward, "backward": flops.backward, "recomputed": flops.recomputed}
+    rows = [[name, f"{count:.3g}"] for name, count in parts.items() if count]
+    return table([["operations per optimizer step", f"{flops.all:.3g}"], *rows])
+
+
+def _time(time: TimePlan) -> list[str]:
+    rows = [[_BOUND[name], seconds(part)] for name, part in time.parts.items() if part]
+    rows.append(["all of it at once", seconds(time.overlapped)])
+    rows.append(["one after another", seconds(time.in_turn)])
+    lines = table([["least time of an optimizer step", ""], *rows])
+    lines.append(f"bound by {_BOUND[time.bound_by]}")
+    if time.balanced_batch is not None:
+        lines[-1] += f"; a batch {time.balanced_batch:.3g} times as large takes as long to compute"
+    return lines
+
+
+def seconds(value: float) -> str:
+    """Format a time for people."""
+    for unit in ("s", "ms"):
+        if value >= 0.9995:
+            return f"{value:.3g} {unit}" if value < 999.5 else f"{value:.0f} {unit}"
+        value *= 1000
+    return f"{value:.3g} µs"
 
 
 def _bytes(nbytes: int) -> str:
