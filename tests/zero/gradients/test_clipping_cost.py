@@ -14,7 +14,8 @@ import zero
 from accelz.conformance.cluster import Clusters, Context
 from tests.zero.helpers.models import fresh, language_loss
 from tests.zero.helpers.training import adamw
-from zero.sharding.stand_in import HeldGradient, ShardedGradient, StandIns
+from zero.sharding.stand_in import ShardedGradient, StandIns
+from zero.whole.held_gradients import HeldGradients
 
 
 class Calls(TorchFunctionMode):
@@ -69,6 +70,6 @@ class OneAtATime:
 def test_clipping_by_value_has_one_gradient_whole_at_a_time() -> None:
     parameters, held = [nn.Parameter(torch.zeros(n)) for n in (1, 2, 3)], OneAtATime()
     stand_ins = StandIns(ShardedGradient)
-    stand_ins.show(parameters, cast(HeldGradient, held))
+    stand_ins.show(parameters, cast(HeldGradients, held))
     nn.utils.clip_grad_value_(parameters, 0.5)
     assert held.put_back[-3:] == [0.5, 1.0, 1.5]

@@ -133,13 +133,7 @@ class _Past(TorchFunctionMode):
         super().__init__()
         self._recorder = recorder
 
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _PAST:
             with _disable_current_modes():
                 self._recorder.fill(a for a in args if isinstance(a, Tensor))
@@ -154,13 +148,7 @@ class _Recorder(TorchDispatchMode):
         self._recording = Recording()
         self._draws = draws
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         hollow = [t for t in each_in(Tensor, (args, kwargs)) if self._recording.number(t) is not None]
         if not hollow and not _makes_new(func, args, kwargs):

@@ -11,7 +11,7 @@ forward has larger inputs than it ever had, or a forward or backward begins with
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -110,13 +110,7 @@ class _Repeating(TorchDispatchMode):
         """Parts that the user compiles stay compiled: their operations are not repeated."""
         return True
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         keywords = kwargs or {}
         random = torch.Tag.nondeterministic_seeded in func.tags
         before = self._rng.get_state() if random else None

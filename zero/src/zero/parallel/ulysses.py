@@ -7,7 +7,7 @@ After Jacobs et al., DeepSpeed-Ulysses (arXiv 2309.14509).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -89,13 +89,7 @@ class Attention(TorchFunctionMode):
         super().__init__()
         self._group = group
 
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _attend:
             return scaled_dot_product_attention(*args, **(kwargs or {}), group=self._group)
         if func is F.multi_head_attention_forward:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +46,6 @@ _METHODS = frozenset(
     """.split()  # noqa: SIM905
 )
 
-
 _GRAD: Any = Tensor.grad
 set_gradient: Callable[[Tensor, Tensor | None], None] = _GRAD.__set__
 """Sets `grad`; of a sharded parameter, where torch functions of subclasses are disabled."""
@@ -65,27 +64,11 @@ def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor | None]:
         return list(map(_GRAD.__get__, parameters))
 
 
-class UnitOfParameter(Protocol):
-    """What a parameter knows of its unit."""
-
-    def gather_for_part(self) -> bool:
-        """Gather the unit if the program may use it where it is now; return whether it may. Collective."""
-
-    def set_to_itself(self, parameter: nn.Parameter) -> None:
-        """Note that the last write to the parameter that torch has counted has written nothing."""
-
-
 class WithoutValues:
     """Base of tensors that have no values: metadata is let through, and `answer` is asked for the rest."""
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if is_metadata(func) or func in _serving:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -22,41 +22,14 @@ from zero.errors import UsageError
 from zero.sharding.distributed import as_distributed, is_distributed, local_gradient
 from zero.sharding.guard import describe, gradients_of, is_metadata, set_gradient
 
+if TYPE_CHECKING:
+    from zero.whole.held_gradients import HeldGradients
+
 Multiplier = float | Tensor
 """A number, or a tensor of one element."""
 
 Answer = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 """What takes the place of a function. It is called with that function and its arguments."""
-
-
-class HeldGradient(Protocol):
-    """What stands behind a stand-in."""
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the model, where numbers that multiply gradients may be."""
-
-    def norms_of(self, parameters: Sequence[nn.Parameter], order: float) -> Tensor:
-        """The norms of the parameters' gradients, (parameters,), fp32. Collective, once for all there are."""
-
-    def multiply(self, parameters: Iterable[nn.Parameter], by: Multiplier) -> None:
-        """Multiply the gradients, at the latest when they are stepped."""
-
-    def zero(self, parameter: nn.Parameter) -> None:
-        """Make the gradient zero."""
-
-    def full(self, parameter: nn.Parameter) -> Tensor:
-        """A copy of the whole gradient, fp32, in the parameter's shape. Collective."""
-
-    def put(self, parameter: nn.Parameter, whole: Tensor) -> None:
-        """Replace the gradient by a whole one."""
-
-    def make_way(self, parameter: nn.Parameter) -> None:
-        """Take its stand-in away."""
-
-    def unscale(self, pieces: Iterable[Tensor], found_inf: Tensor, inverse: Tensor) -> None:
-        """Multiply the gradients of the param_groups that have these pieces, and note in `found_inf` whether
-        one is not finite. Collective."""
 
 
 class GradientStandIn(Tensor):
@@ -68,7 +41,7 @@ class GradientStandIn(Tensor):
     answers: ClassVar[Mapping[Callable[..., Any], Answer]] = {}
 
     @staticmethod
-    def __new__(cls, parameter: nn.Parameter, held: HeldGradient | None) -> Self:
+    def __new__(cls, parameter: nn.Parameter, held: HeldGradients | None) -> Self:
         made: Self = Tensor._make_wrapper_subclass(
             cls,
             parameter.shape,
@@ -80,13 +53,7 @@ class GradientStandIn(Tensor):
         return made
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         answer = cls.answers.get(func)
         if answer is not None:
@@ -97,17 +64,11 @@ class GradientStandIn(Tensor):
         return cls.otherwise(func, args, kwargs)
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         return cls.otherwise(func, args, kwargs or {})
 
     @property
-    def of(self) -> tuple[nn.Parameter, HeldGradient]:
+    def of(self) -> tuple[nn.Parameter, HeldGradients]:
         """The parameter that it is the gradient of, and what stands behind it."""
         place, held = self.__dict__["_place"](), self.__dict__["_held"]()
         if held is None or place is None:
@@ -185,7 +146,7 @@ class StandIns:
         self._places: dict[int, _GradientPlace] = {}
         self._shown: dict[int, nn.Parameter] = {}
 
-    def show(self, parameters: Iterable[nn.Parameter], held: HeldGradient | None = None) -> None:
+    def show(self, parameters: Iterable[nn.Parameter], held: HeldGradients | None = None) -> None:
         """Set the `grad` of each of these parameters to its stand-in. held: what stands behind them, always
         the same; None: they only refuse."""
         shown = {id(parameter): parameter for parameter in parameters}
@@ -236,7 +197,7 @@ class StandIns:
                     if key in self._shown:  # it was not hidden meanwhile
                         set_gradient(parameter, self._made[key])
 
-    def _make(self, parameter: nn.Parameter, held: HeldGradient | None) -> Tensor:
+    def _make(self, parameter: nn.Parameter, held: HeldGradients | None) -> Tensor:
         made = self._made[id(parameter)] = self._kind(parameter, held)
         place = self._places.setdefault(id(parameter), _GradientPlace(parameter))
         made.__dict__["_place"] = weakref.ref(place)
@@ -297,7 +258,7 @@ def _answer_products(func: Callable[..., Any], args: tuple[Any, ...], kwargs: di
         tensor.div_(number) if func in _DIVISIONS else tensor.mul_(number)
 
 
-def _together(tensors: Sequence[Any]) -> tuple[list[nn.Parameter], HeldGradient] | None:
+def _together(tensors: Sequence[Any]) -> tuple[list[nn.Parameter], HeldGradients] | None:
     """The parameters of stand-ins, and what stands behind them all; None unless one thing does."""
     if not all(type(each) is ShardedGradient for each in tensors):
         return None

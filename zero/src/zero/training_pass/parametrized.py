@@ -6,12 +6,16 @@
 from __future__ import annotations
 
 import functools
+from typing import TYPE_CHECKING
 
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.utils.parametrize import ParametrizationList
 
-from zero.sharding.guard import UNIT_ATTRIBUTE, UnitOfParameter
+from zero.sharding.guard import UNIT_ATTRIBUTE
+
+if TYPE_CHECKING:
+    from zero.training_pass.unit_hooks import UnitOfParameter
 
 
 @functools.cache

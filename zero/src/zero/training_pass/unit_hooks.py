@@ -52,7 +52,7 @@ class UnitHooks(Uncopied):
         for module in self._unit.hooked_modules:
             self._hook(module)
         parametrized.report()
-        known = _UnitOfParameter(self)
+        known = UnitOfParameter(self)
         for parameter in (*self._calls.parameters, *self._unit.wrappers):
             parameter.__dict__[UNIT_ATTRIBUTE] = known
 
@@ -222,17 +222,19 @@ def _untraced() -> tuple[Callable[..., Any], Callable[..., Any]]:
     return torch.compiler.disable(UnitHooks._begin_call), torch.compiler.disable(UnitHooks._end_call)
 
 
-class _UnitOfParameter(Uncopied):
-    """What a parameter knows of its unit, without keeping the engine alive; see `guard.UnitOfParameter`."""
+class UnitOfParameter(Uncopied):
+    """What a parameter knows of its unit, without keeping the engine alive."""
 
     def __init__(self, hooks: UnitHooks) -> None:
         self._hooks = weakref.ref(hooks)
 
     def gather_for_part(self) -> bool:
+        """Gather the unit if the program may use it where it is now; return whether it may. Collective."""
         hooks = self._hooks()
         return hooks is not None and hooks.gather_for_part()
 
     def set_to_itself(self, parameter: nn.Parameter) -> None:
+        """Note that the last write to the parameter that torch has counted has written nothing."""
         hooks = self._hooks()
         if hooks is not None:
             hooks._unit.guard.set_to_itself(parameter)

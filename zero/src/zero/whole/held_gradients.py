@@ -31,7 +31,7 @@ from zero.whole.full_parameters import FullParameters
 
 
 class HeldGradients:
-    """See `sharding.stand_in.HeldGradient` for what loops ask of it.
+    """What stands behind the stand-ins of one engine.
 
     changes: is given what the program has changed before a step, which must be the same on all ranks.
     """
@@ -73,6 +73,7 @@ class HeldGradients:
 
     @property
     def device(self) -> torch.device:
+        """The device of the model, where numbers that multiply gradients may be."""
         return self._full_parameters.device
 
     def norms_of(self, parameters: Sequence[nn.Parameter], order: float = 2.0) -> Tensor:
