@@ -110,9 +110,7 @@ def bars(values: Mapping[str, float], y: str, x: str, unit: Unit) -> Spec:
 
 
 def _framed(rows: Rows, height: int, **content: Any) -> Spec:
-    data = {"values": list(rows)}
-    frame = {"width": "container", "autosize": _FIT, "height": height, "config": _CONFIG}
-    return {"data": data, **frame, **content}
+    return {"data": {"values": list(rows)}, "height": height, **content}
 
 
 def _series(some: Sequence[str], names: Sequence[str], mark: Spec, colours: Sequence[str] = COLOURS) -> Spec:
@@ -173,17 +171,13 @@ def _hover(
                         "field": name,
                         "type": "quantitative",
                         "format": _FORMATS[unit],
-                        "title": _titled(name, unit),
+                        "title": f"{name}, {unit}" if unit in ("B", "s", "B/s") else name,
                     }
                     for name in names
                 ),
             ],
         },
     }
-
-
-def _titled(name: str, unit: Unit) -> str:
-    return f"{name}, {unit}" if unit in ("B", "s", "B/s") else name
 
 
 def _axis(unit: Unit) -> Spec:
@@ -202,35 +196,3 @@ def _count(rows: Rows, name: str) -> int:
 
 
 _FORMATS: dict[Unit, str] = {"": ",.4~g", "B": ".4~s", "s": ".4~s", "B/s": ".4~s", "%": ".3~p"}
-_FIT = {"type": "fit-x", "contains": "padding"}
-_TEXT = "currentColor"
-_CONFIG: Spec = {
-    "background": "transparent",
-    "font": "system-ui, sans-serif",
-    "padding": {"left": 4, "top": 14, "right": 12, "bottom": 4},
-    "view": {"stroke": None},
-    "axis": {
-        "labelColor": _TEXT,
-        "titleColor": _TEXT,
-        "gridColor": _TEXT,
-        "gridOpacity": 0.12,
-        "domainColor": _TEXT,
-        "domainOpacity": 0.5,
-        "tickColor": _TEXT,
-        "tickOpacity": 0.5,
-        "labelFontSize": 11,
-        "titleFontSize": 12,
-        "titleFontWeight": "normal",
-        "titlePadding": 8,
-        "labelOverlap": True,
-        "labelSeparation": 6,
-    },
-    "axisX": {"grid": False, "tickCount": 6},
-    "legend": {
-        "labelColor": _TEXT,
-        "orient": "bottom",
-        "direction": "horizontal",
-        "labelFontSize": 12,
-        "labelLimit": 200,
-    },
-}
