@@ -48,7 +48,7 @@ UNDECLARED = {
 }
 """What works although nobody declares it, and the test that finds it, by the double that keeps it quiet."""
 
-DUTIES = ("several_queues", "flush_runs", "allocated_is_exact")
+DUTIES = ("several_queues", "flush_runs", "allocated_is_exact", "what_was_captured")
 """The tests that prove `WITH_DUTIES`, which pass on the doubles."""
 
 DESCRIPTOR_LIES = {

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from accelz import Kernels
+from accelz import BackendError, Kernels, NullStreams
+from accelz.conformance.steps import StepCase
 from accelz.roles.kernels import LIMITS, NAMES
-from accelz.updates import AdamWUpdate
+from accelz.updates import UPDATES, AdamWUpdate
 
 N, STEPS = 301, 12
 
@@ -149,3 +151,31 @@ def test_the_origin_of_each_kernel() -> None:
     assert Own().origin("adamw") == "torch reference"
     with pytest.raises(AttributeError, match="no kernel called 'nosuch'; the names are adamw"):
         Kernels().origin("nosuch")
+
+
+@pytest.mark.parametrize("numel", [1, 7, 33, 1023, 70_001])
+@pytest.mark.parametrize("kernel", UPDATES)
+def test_a_reference_with_rates_has_the_bits_of_one_with_numbers(kernel: str, numel: int) -> None:
+    for settings in ({}, {"lr": 0.3, "weight_decay": 0.0}, {"lr": 0.0}):
+        results = []
+        for with_rates in (False, True):
+            case = StepCase(kernel, numel, settings=settings, grad_scale=0.5, skip=0.0)
+            values = list(case.inputs().values())
+            update = case.update(*values, weights=None)
+            rates = torch.tensor([update.lr, update.decay])
+            Kernels().step(replace(update, lr=7.0, rates=rates) if with_rates else update)
+            results.append(values)
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_rates_are_two_numbers_in_fp32() -> None:
+    case = StepCase("sgd", 3)
+    update = case.update(*case.inputs().values(), weights=None)
+    for rates in (torch.zeros(3), torch.zeros(2, dtype=torch.float64)):
+        with pytest.raises(ValueError, match=r"expected rates of shape \(2,\) in torch.float32"):
+            replace(update, rates=rates)
+
+
+def test_a_device_without_graphs_says_so() -> None:
+    with pytest.raises(BackendError, match=r"captures no graphs: ask Capabilities.graph_capture"):
+        NullStreams().capture(lambda: None)

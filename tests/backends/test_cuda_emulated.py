@@ -15,9 +15,11 @@ from torch import Tensor
 
 from accelz import Accelerator, Kernels
 from accelz.conformance.contract import checked
+from accelz.conformance.steps import StepCase
+from accelz.conformance.test_graphs import MOMENTS
 from accelz.conformance.test_kernels import KernelContract
 from accelz.roles.kernels import LIMITS, NAMES
-from accelz.updates import AdamWUpdate
+from accelz.updates import UPDATES, AdamWUpdate
 from accelz_cpu.accelerator import build as build_cpu
 from accelz_cuda import kernels
 from accelz_cuda.cuda_kernels import CudaKernels
@@ -163,6 +165,27 @@ def test_results_do_not_depend_on_alignment(served: CudaKernels) -> None:
         results.append((master, average, square, weights))
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+@pytest.mark.parametrize("moments", MOMENTS)
+@pytest.mark.parametrize("kernel", UPDATES)
+def test_rates_are_read_in_place_of_the_numbers(
+    served: CudaKernels, launcher: EmulatedLauncher, kernel: str, moments: str
+) -> None:
+    """With the same bits, in the same kernel."""
+    if moments != "fp32" and not UPDATES[kernel].moment_names:
+        pytest.skip("it has no moments")
+    case = dataclasses.replace(StepCase(kernel, 1500, 1, F32, {}, 3, 0.5, 0.0), **MOMENTS[moments])
+    results = []
+    for with_rates in (False, True):
+        values = list(case.inputs().values())
+        update = case.update(*values, weights=values[0].bfloat16())
+        rates = torch.tensor([update.lr, update.decay])
+        served.step(dataclasses.replace(update, lr=7.0, rates=rates) if with_rates else update)
+        results.append([*values, update.weights])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert len(launcher.launched) == 2
+    assert len(set(launcher.launched)) == 1
 
 
 def test_norm_of_more_tensors_than_a_launch_takes(served: CudaKernels, launcher: EmulatedLauncher) -> None:

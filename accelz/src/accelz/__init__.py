@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from accelz.roles.kernels import Kernels, check_blocks
     from accelz.roles.memory import Memory, MemoryStats
     from accelz.roles.rng import HostRng, Rng
-    from accelz.roles.streams import Event, NullStreams, Stream, Streams
+    from accelz.roles.streams import Event, Graph, NullStreams, Stream, Streams
     from accelz.selection import current, host_collectives, host_kernels, selected, use
     from accelz.version import __version__ as __version__
 
@@ -78,7 +78,7 @@ _NAMES = {  # by the modules that they come from, which are imported when a name
     "roles.kernels": "check_blocks Kernels",
     "roles.memory": "Memory MemoryStats",
     "roles.rng": "HostRng Rng",
-    "roles.streams": "Event NullStreams Stream Streams",
+    "roles.streams": "Event Graph NullStreams Stream Streams",
     "selection": "current host_collectives host_kernels selected use",
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
@@ -100,6 +100,7 @@ __all__ = [
     "Event",
     "FlatBuffer",
     "FlatBufferStrategy",
+    "Graph",
     "Group",
     "HOST",
     "Handle",

@@ -30,6 +30,8 @@ class Capabilities:
     exact_memory: `memory.stats()` counts the device bytes of this process and of no other.
     memory_granularity: bytes, at least 1, by which an allocation may count for more than was asked for. Above
     1, the device's allocator hands out blocks of certain sizes, which fragment.
+    graph_capture: `streams.capture` records work, which a graph then queues as a whole, without what each
+    operation costs on the host; optimizers' kernels can be captured with `Update.rates`.
     one_device_per_process: a process cannot use a second device of this type.
     shared_device: several ranks may use one device at the same time, also for collectives between them.
     compile: what `torch.compile` does for the device. "aot_eager": graphs of forward and backward are traced
@@ -56,6 +58,7 @@ class Capabilities:
     lazy_graph: bool = False
     exact_memory: bool = False
     memory_granularity: int = 1
+    graph_capture: bool = False
     one_device_per_process: bool = False
     shared_device: bool = False
     compile: Compilation = "none"

@@ -32,7 +32,7 @@ from accelz.roles.flat_buffer import CopyAndKeep, CopyAndShrink, FlatBufferStrat
 from accelz.roles.kernels import Kernels
 from accelz.roles.memory import Memory, MemoryStats
 from accelz.roles.rng import Rng
-from accelz.roles.streams import Event, NullStreams, Stream, Streams
+from accelz.roles.streams import Event, Graph, NullStreams, Stream, Streams
 
 TORCH_DEVICE = Capabilities(
     asynchronous=True,
@@ -255,8 +255,20 @@ class TorchStream(Stream):
         self.native.wait_event(event.native)
 
 
+class TorchGraph(Graph):
+    """A captured graph of the device module."""
+
+    __slots__ = ("native",)
+
+    def __init__(self, native: Any) -> None:
+        self.native = native
+
+    def replay(self) -> None:
+        self.native.replay()
+
+
 class TorchStreams(Streams):
-    """The device module's streams and events."""
+    """The device module's streams, events and graphs."""
 
     NEEDS: tuple[str, ...] = ("Stream", "Event", "current_stream", "stream", "synchronize")
 
@@ -265,6 +277,7 @@ class TorchStreams(Streams):
         self._module = module
         self._held: list[tuple[Event, Tensor]] = []
         self._holding = threading.Lock()
+        self._capturing = threading.local()
 
     def current(self) -> Stream:
         return TorchStream(self._module.current_stream(), self._module.Event)
@@ -283,6 +296,39 @@ class TorchStreams(Streams):
             tensor.record_stream(stream.native)
         else:
             self._hold((stream.record(), tensor.detach()))
+
+    def capture(self, run: Callable[[], None]) -> Graph:
+        """On a stream of its own, as graphs of torch's devices want it."""
+        if vars(self._capturing):
+            raise BackendError("a capture inside a capture: capture one graph after the other")
+        native = self._new_graph()
+        with self.use(self.new()):
+            self._begin(native)
+            self._capturing.graph = native
+            try:
+                run()
+            except BaseException:
+                with suppress(RuntimeError):  # of a capture that has failed already
+                    native.capture_end()
+                raise
+            finally:
+                del self._capturing.graph
+            native.capture_end()
+        return TorchGraph(native)
+
+    def _new_graph(self) -> Any:
+        """A graph of the device: with `capture_begin`, `capture_end` and `replay`."""
+        try:
+            return self._module.Graph()
+        except (AttributeError, RuntimeError) as error:
+            reason = str(error).splitlines()[0]
+            raise BackendError(
+                f"{self._module.__name__} has no graphs ({reason}): declare graph_capture=False, give the "
+                "module a class `Graph`, or, from torch 2.13 on, implement at::GraphImplInterface"
+            ) from error
+
+    def _begin(self, native: Any) -> None:
+        native.capture_begin()
 
     def _hold(self, *held: tuple[Event, Tensor]) -> None:
         """Hold these too, and drop those that the device has done with."""

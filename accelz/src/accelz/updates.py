@@ -33,7 +33,9 @@ class Update(ABC):
     stochastic: round moments in bf16 up or down at random, each with the probability that keeps the mean
     (Gupta et al., 2015, arXiv:1502.02551), by `noise_of`; else to the nearest, ties to even.
     scales: for moments in 8 bits one tensor each, (ceil(n / 256),) fp32, updated with their codes.
-    Raises ValueError for codes without scales that fit them, and for scales without codes.
+    rates: (2,) fp32; `lr` and `decay` as a captured step (`Streams.capture`) finds them at each replay, in
+    place of these two numbers. The results have the same bits. Only with an fp32 master.
+    Raises ValueError for codes without scales that fit them, for scales without codes, and for other rates.
     """
 
     kernel: ClassVar[str]
@@ -57,8 +59,14 @@ class Update(ABC):
     step: Tensor | None = None
     stochastic: bool = False
     scales: tuple[Tensor, ...] = ()
+    rates: Tensor | None = None
 
     def __post_init__(self) -> None:
+        if self.rates is not None and (self.rates.shape, self.rates.dtype) != ((2,), torch.float32):
+            raise ValueError(
+                f"expected rates of shape (2,) in torch.float32, for lr and decay; got {self.rates.dtype} of "
+                f"shape {tuple(self.rates.shape)}"
+            )
         if not self.scales and all(moment.dtype is not torch.uint8 for moment in self.moments):
             return
         blocks = -(-self.master.numel() // BLOCK)
@@ -74,6 +82,10 @@ class Update(ABC):
     def decay(self) -> float:
         """The factor on master by which weights decay."""
         return 1.0
+
+    def lr_and_decay(self) -> tuple[float | Tensor, float | Tensor]:
+        """What the references take for these two: numbers, or 0-dim where a replay may find others."""
+        return (self.lr, self.decay) if self.rates is None else (self.rates[0], self.rates[1])
 
     @property
     def l2(self) -> float:
@@ -205,13 +217,14 @@ class AdamWUpdate(Update):
 
     def reference(self, chunk: int) -> None:
         first, root = self.bias_corrections()
-        step_size = self.lr / first
+        lr, decay = self.lr_and_decay()
+        step_size = first.reciprocal() * lr
         for u in self.split(chunk):
             g = u.gradient()
             m, v = u.wide_moments()
             m = torch.lerp(m, g, 1 - u.beta1)
             v = (v * u.beta2).addcmul_(g, g, value=1 - u.beta2)
-            u.write((u.master * u.decay).sub_(m / (v.sqrt() / root).add_(u.eps) * step_size), m, v)
+            u.write((u.master * decay).sub_(m / (v.sqrt() / root).add_(u.eps) * step_size), m, v)
             del g, m, v  # or they would be there beside the next elements'
 
 
@@ -222,8 +235,9 @@ class SgdUpdate(Update):
     kernel = "sgd"
 
     def reference(self, chunk: int) -> None:
+        lr, _ = self.lr_and_decay()
         for u in self.split(chunk):
-            u.write(u.master.sub(u.gradient(), alpha=u.lr))
+            u.write(_minus(u.master, lr, u.gradient()))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -246,11 +260,12 @@ class MomentumUpdate(Update):
         return self.momentum, float(self.nesterov)
 
     def reference(self, chunk: int) -> None:
+        lr, _ = self.lr_and_decay()
         for u in self.split(chunk):
             g = u.gradient()
             (m,) = u.wide_moments()
             m = m * u.momentum + g
-            u.write(u.master.sub(g.add(m, alpha=u.momentum) if u.nesterov else m, alpha=u.lr), m)
+            u.write(_minus(u.master, lr, g.add(m, alpha=u.momentum) if u.nesterov else m), m)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -279,12 +294,12 @@ class LionUpdate(Update):
         return 1 - self.beta1, 1 - self.beta2
 
     def reference(self, chunk: int) -> None:
+        lr, decay = self.lr_and_decay()
         for u in self.split(chunk):
             g = u.gradient()
             (m,) = u.wide_moments()
             direction = torch.lerp(m, g, 1 - u.beta1).sign_()
-            new = u.master.mul(u.decay).sub_(direction, alpha=u.lr)
-            u.write(new, torch.lerp(m, g, 1 - u.beta2))
+            u.write(_minus(u.master * decay, lr, direction), torch.lerp(m, g, 1 - u.beta2))
 
 
 UPDATES: dict[str, type[Update]] = {
@@ -309,6 +324,13 @@ def noise_of(moment: Tensor, master: Tensor, step: Tensor | None) -> Tensor:
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         h = h.bitwise_xor_((h >> shift).bitwise_and_((1 << (32 - shift)) - 1)).mul_(_signed(factor))
     return h.bitwise_right_shift_(16).bitwise_and_(_BELOW_BF16)
+
+
+def _minus(values: Tensor, factor: float | Tensor, others: Tensor) -> Tensor:
+    """values - factor * others. torch's CPU kernels round both ways alike: in between not at all, or both."""
+    if isinstance(factor, Tensor):
+        return values.addcmul(others, factor, value=-1)
+    return values.sub(others, alpha=factor)
 
 
 def _signed(bits: int) -> int:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from accelz import Accelerator
 from accelz.capabilities import Scaling
-from accelz.torch_device import TORCH_DEVICE, ActiveMemory, TorchAccelerator
+from accelz.torch_device import TORCH_DEVICE, ActiveMemory, TorchAccelerator, TorchStreams
 from accelz_cuda.collectives import NcclCollectives
 from accelz_cuda.cuda_kernels import CudaKernels
 from accelz_cuda.data_sheets import data_sheet
@@ -37,13 +38,26 @@ def scaled_mm(compute_capability: tuple[int, int]) -> Scaling:
     return "rowwise" if compute_capability >= (9, 0) else "tensorwise"
 
 
+class CudaStreams(TorchStreams):
+    """Streams, and graphs that are captured while other threads use the device as they like."""
+
+    def _new_graph(self) -> Any:
+        return torch.cuda.CUDAGraph()
+
+    def _begin(self, native: Any) -> None:
+        native.capture_begin(capture_error_mode="thread_local")
+
+
 def build() -> Accelerator:
     shared = os.environ.get(SHARED_DEVICE, "") == "1"
     dtypes = TORCH_DEVICE.dtypes | {torch.float64}
     return CudaAccelerator(
         "cuda",
         NcclCollectives(shared),
-        capabilities=replace(TORCH_DEVICE, shared_device=shared, compile="inductor", dtypes=dtypes),
+        capabilities=replace(
+            TORCH_DEVICE, graph_capture=True, shared_device=shared, compile="inductor", dtypes=dtypes
+        ),
         memory=ActiveMemory(torch.cuda, "cuda", pinned=True),
+        streams=CudaStreams(torch.cuda),
         kernels=CudaKernels(),
     )

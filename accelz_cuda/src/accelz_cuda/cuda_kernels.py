@@ -47,7 +47,7 @@ class CudaKernels(Kernels):
             return
         moments, scales = ((*given, None, None)[:2] for given in (update.moments, update.scales))
         operands = (update.master, update.grad, *moments, *scales, update.weights)
-        pointers = map(_pointer, (*operands, update.step, update.grad_scale, update.skip))
+        pointers = map(_pointer, (*operands, update.step, update.grad_scale, update.skip, update.rates))
         sign, numel = -1.0 if update.maximize else 1.0, update.master.numel()
         constants = (*update.constants, *[0.0] * 8)[:8]
         arguments = kernels.UPDATE.pack(
@@ -147,6 +147,7 @@ class CudaKernels(Kernels):
             and all(self._serves(entry, s) and s.dtype is kernels.F32 for s in update.scales)
             and all(s.device == master.device for s in update.scales)
             and _are_scalars_on(master.device, update.step, update.grad_scale, update.skip)
+            and (update.rates is None or update.rates.device == master.device)
         )
         return entry if fits else None
 

@@ -304,9 +304,29 @@ std::optional<Stack> promise(const Call& call) {
   return results;
 }
 
+// Resize the empty tensors that the operation writes to before it runs. Returns false if only running it can
+// tell their shapes.
+bool resize_now(Call& call) {
+  if (call.resizable.empty()) return true;
+  const auto results = remembered_meta_results(call);
+  if (!results) return false;
+  for (size_t i = 0; i < call.returns().size(); ++i) {
+    const auto& result = results->at(i);
+    if (!writes(call.returns()[i]) || !result.isTensor()) return false;
+    const auto& written = written_argument(call, call.returns()[i]).toTensor();
+    if (written.numel() > 0) continue;
+    if (!result.toTensor().is_contiguous()) return false;
+    written.resize_(result.toTensor().sizes());
+  }
+  call.host.clear();
+  call.resizable.clear();
+  prepare(call);
+  return call.resizable.empty();
+}
+
 // Queue the call and promise its results. Returns false if it has to run now.
 bool run_later(Call& call, Stack* stack) {
-  if (call.random || !call.resizable.empty()) return false;
+  if (call.random || !resize_now(call)) return false;
   Stack results;
   std::vector<at::Tensor> outputs;
   bool in_place = true;

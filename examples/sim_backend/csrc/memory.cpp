@@ -30,6 +30,7 @@ struct Block {
   c10::DeviceIndex device;
   c10::StreamId stream;  // whose order decides when freed memory may be reused
   std::vector<c10::StreamId> users;  // other streams, named by record_stream
+  std::weak_ptr<Pool> pool = {};     // of the graph in whose capture it was allocated
 };
 
 struct Heap {
@@ -95,8 +96,12 @@ void bury(void* pointer) {
   h.graveyard.push_back(pointer);
 }
 
+Work poisoning(void* pointer, const Block& block) {
+  return [pointer, nbytes = block.nbytes] { std::memset(pointer, kPoison, nbytes); };
+}
+
 void poison_behind(void* pointer, const Block& block) {
-  const auto poison = [pointer, nbytes = block.nbytes] { std::memset(pointer, kPoison, nbytes); };
+  const auto poison = poisoning(pointer, block);
   // Work on the stream that allocated it runs first; for other streams, waiting is up to the user.
   if (!submit_behind(block.stream, poison)) poison();
   bury(pointer);
@@ -110,9 +115,33 @@ std::vector<c10::StreamId> users_of(void* pointer) {
   return found == h.blocks.end() ? std::vector<c10::StreamId>{} : found->second.users;
 }
 
+// Gives the block to the graph that has its memory, if there is one. What is captured afterwards may use it.
+bool free_in_pool(void* pointer) {
+  Block block;
+  {
+    auto& h = heap();
+    const std::lock_guard lock(h.mutex);
+    const auto found = h.blocks.find(pointer);
+    if (found == h.blocks.end()) return false;
+    block = found->second;
+  }
+  const auto pool = block.pool.lock();
+  if (!pool) return false;
+  if (pool == capturing_pool()) submit_behind(block.stream, poisoning(pointer, block));
+  const std::lock_guard lock(pool->mutex);
+  pool->idle.emplace(block.nbytes, pointer);
+  return true;
+}
+
+void* take_from(Pool& pool, size_t nbytes) {
+  const std::lock_guard lock(pool.mutex);
+  const auto found = pool.idle.find(nbytes);
+  return found == pool.idle.end() ? nullptr : pool.idle.extract(found).mapped();
+}
+
 // A block that other streams use stays in use, and counted, until the work now queued on them is done.
 void free_block(void* pointer) {
-  if (pointer == nullptr) return;
+  if (pointer == nullptr || free_in_pool(pointer)) return;
   const std::shared_ptr<void> last(pointer, [](void* freed) { poison_behind(freed, forget(freed)); });
   for (const auto stream : users_of(pointer)) submit_behind(stream, [last] {});
 }
@@ -131,11 +160,12 @@ c10::CachingDeviceAllocator::DeviceStats stats_of(const Counters& now) {
 struct DeviceAllocator final : c10::DeviceAllocator {
   c10::DataPtr allocate(size_t nbytes) override {
     const auto device = current_device();
-    void* pointer = nullptr;
-    if (nbytes > 0) {
+    const auto pool = capturing_pool();
+    void* pointer = pool ? take_from(*pool, nbytes) : nullptr;
+    if (pointer == nullptr && nbytes > 0) {
       pointer = host_alloc(nbytes);
       try {
-        reserve(pointer, {nbytes, device, current_stream(device), {}});
+        reserve(pointer, {nbytes, device, current_stream(device), {}, pool});
       } catch (...) {
         std::free(pointer);
         throw;
@@ -218,6 +248,10 @@ REGISTER_ALLOCATOR(kType, &the_device_allocator)
 REGISTER_HOST_ALLOCATOR(kType, &the_pinned_allocator)
 
 }  // namespace
+
+Pool::~Pool() {
+  for (const auto& [nbytes, pointer] : idle) poison_behind(pointer, forget(pointer));
+}
 
 Counters counters(c10::DeviceIndex device) {
   const std::lock_guard lock(heap().mutex);

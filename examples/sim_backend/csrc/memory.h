@@ -8,6 +8,8 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <map>
+#include <mutex>
 
 namespace sim {
 
@@ -15,6 +17,18 @@ struct Counters {
   size_t allocated = 0;  // bytes in use now
   size_t peak = 0;       // the most since the start or reset_peak()
   size_t capacity = 0;   // allocating beyond this is out of memory
+};
+
+// The memory of a graph: what was allocated while it was captured. It stays in use, and counted, until the
+// graph is gone, because each replay writes to it.
+struct Pool {
+  Pool() = default;
+  Pool(const Pool&) = delete;
+  Pool& operator=(const Pool&) = delete;
+  ~Pool();
+
+  std::mutex mutex;
+  std::multimap<size_t, void*> idle;  // blocks by size that no tensor has: free for what is captured later
 };
 
 Counters counters(c10::DeviceIndex device);

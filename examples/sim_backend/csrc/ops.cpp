@@ -55,7 +55,9 @@ Tensor empty_strided(IntArrayRef size, IntArrayRef stride, std::optional<c10::Sc
 }
 
 // Growing a tensor copies its content, so the work that computes it must be done first.
-void settle(const Tensor& tensor) { synchronize(current_stream(tensor.device().index())); }
+void settle(const Tensor& tensor) {
+  if (tensor.storage().nbytes() > 0) synchronize(current_stream(tensor.device().index()));
+}
 
 const Tensor& resize_(const Tensor& self, IntArrayRef size, std::optional<c10::MemoryFormat> format) {
   const c10::DeviceGuard guard(self.device());

@@ -1,5 +1,7 @@
 #include "streams.h"
 
+#include <c10/util/Exception.h>
+
 #include <array>
 #include <atomic>
 #include <deque>
@@ -38,6 +40,12 @@ bool late(c10::StreamId stream) {
 }
 
 thread_local std::array<c10::StreamId, kDevices> current{};
+thread_local GraphPtr recording;
+
+void check_not_recording(const char* what) {
+  TORCH_CHECK(!recording, "work is being captured, and ", what,
+              " cannot be: capture only work on tensors that exist, on one stream");
+}
 
 void push(c10::StreamId stream, Work work) {
   const std::lock_guard lock(state().queues);
@@ -63,6 +71,7 @@ Work pop(c10::StreamId stream) {
 
 template <typename Enough>
 void drain(c10::StreamId stream, const Enough& enough) {
+  check_not_recording("waiting for the device, as for a value on it,");
   std::vector<Work> done;  // destroyed outside the lock: destroying what it holds may need the GIL
   std::exception_ptr error;
   {
@@ -100,7 +109,34 @@ c10::StreamId exchange_stream(c10::DeviceIndex device, c10::StreamId stream) {
 
 c10::StreamId new_stream() { return ++state().last_stream; }
 
-bool delayed(c10::DeviceIndex device) { return late(current_stream(device)); }
+bool delayed(c10::DeviceIndex device) {
+  return (recording && recording->device == device) || late(current_stream(device));
+}
+
+void begin_capture(c10::DeviceIndex device) {
+  check_not_recording("another capture");
+  recording = std::make_shared<Graph>();
+  recording->device = device;
+  recording->stream = current_stream(device);
+  recording->pool = std::make_shared<Pool>();
+}
+
+GraphPtr end_capture() {
+  TORCH_CHECK(recording, "no work is being captured");
+  return std::exchange(recording, nullptr);
+}
+
+std::shared_ptr<Pool> capturing_pool() { return recording ? recording->pool : nullptr; }
+
+void replay(const GraphPtr& graph) {
+  check_not_recording("a replay");
+  submit(graph->device, [graph] {
+    for (const Work& recorded : graph->works) {
+      Work work = recorded;  // running uses it up
+      work();
+    }
+  });
+}
 
 void set_delays(bool on) {
   if (!on) synchronize();
@@ -113,7 +149,10 @@ void set_late(c10::StreamId only) {
 }
 
 void submit(c10::DeviceIndex device, Work work) {
-  if (delayed(device)) {
+  if (recording && recording->device == device) {
+    if (current_stream(device) != recording->stream) check_not_recording("work on another stream");
+    recording->works.push_back(std::move(work));
+  } else if (delayed(device)) {
     push(current_stream(device), std::move(work));
   } else {
     work();
@@ -121,6 +160,10 @@ void submit(c10::DeviceIndex device, Work work) {
 }
 
 bool submit_behind(c10::StreamId stream, Work work) {
+  if (recording && recording->stream == stream) {
+    recording->works.push_back(std::move(work));
+    return true;
+  }
   const std::lock_guard lock(state().queues);
   const auto queue = state().waiting.find(stream);
   if (queue == state().waiting.end() || queue->second.empty()) return false;
@@ -130,6 +173,7 @@ bool submit_behind(c10::StreamId stream, Work work) {
 }
 
 EventPtr record(c10::StreamId stream) {
+  check_not_recording("an event");
   auto event = std::make_shared<Event>();
   event->stream = stream;
   const auto pass = [event] {
@@ -141,6 +185,7 @@ EventPtr record(c10::StreamId stream) {
 }
 
 void wait(c10::StreamId stream, const EventPtr& event) {
+  check_not_recording("a wait for an event");
   if (event->passed || event->stream == stream) return;
   if (!late(stream)) {
     synchronize(event);

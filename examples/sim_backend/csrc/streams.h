@@ -10,6 +10,7 @@
 #include <chrono>
 #include <functional>
 #include <memory>
+#include <vector>
 
 namespace sim {
 
@@ -23,11 +24,32 @@ struct Event {
 };
 using EventPtr = std::shared_ptr<Event>;
 
+struct Pool;
+
+// Work that was recorded instead of run, to be run as often as wanted. It has the addresses of what it works
+// on, and the memory that it allocated meanwhile.
+struct Graph {
+  c10::DeviceIndex device = 0;
+  c10::StreamId stream = 0;  // on which it was recorded
+  std::vector<Work> works;
+  std::shared_ptr<Pool> pool;
+};
+using GraphPtr = std::shared_ptr<Graph>;
+
 c10::StreamId current_stream(c10::DeviceIndex device);
 c10::StreamId exchange_stream(c10::DeviceIndex device, c10::StreamId stream);
 c10::StreamId new_stream();
 
-// Whether work submitted to the device's current stream now would wait in its queue.
+// Record what this thread submits to the device's current stream from now on. Meanwhile it may use no other
+// stream of the device, and nothing that waits or records events.
+void begin_capture(c10::DeviceIndex device);
+GraphPtr end_capture();
+// The memory that this thread's allocations are from: that of the graph being recorded, or null.
+std::shared_ptr<Pool> capturing_pool();
+// Queue the recorded work on the device's current stream.
+void replay(const GraphPtr& graph);
+
+// Whether work submitted to the device's current stream now would wait in its queue, or in a graph.
 bool delayed(c10::DeviceIndex device);
 // False makes every stream run its work at once.
 void set_delays(bool on);

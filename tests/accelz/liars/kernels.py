@@ -84,6 +84,13 @@ class RateForgotten(CpuKernels):
         super().step(dataclasses.replace(update, lr=1e-2) if own else update)
 
 
+class RatesForgotten(Kernels):
+    """A replay has the learning rate of the capture."""
+
+    def step(self, update: Update) -> None:
+        super().step(dataclasses.replace(update, rates=None))
+
+
 class HalfWeightsForgotten(CpuKernels):
     def step(self, update: Update) -> None:
         half = update.weights is not None and update.weights.dtype is torch.float16

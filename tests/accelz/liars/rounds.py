@@ -66,6 +66,7 @@ from .kernels import (
     NormIsATuple,
     OverflowMissed,
     RateForgotten,
+    RatesForgotten,
     Saturating,
     ScratchKept,
     ShortTable,
@@ -103,10 +104,12 @@ from .rng import (
     StatesKept,
 )
 from .streams import (
+    CaptureRuns,
     CurrentIsNone,
     CurrentIsTheFirst,
     DoneTooEarly,
     EnteringRaises,
+    ErrorsAreKept,
     EventsNeverDone,
     EventsNoticedLate,
     HostClocks,
@@ -116,6 +119,8 @@ from .streams import (
     NeverPutBack,
     NewRaises,
     RecordingElsewhere,
+    ReplayedOnTheFirstStream,
+    ReplaysKeepALittle,
     SynchronizedTooEarly,
     WaitBlocks,
     WaitsForNothing,
@@ -383,6 +388,17 @@ SIM_ROUNDS: dict[str, dict[str, Lie]] = {
             "Event.synchronize", "an_event_is_waited_for", "streams", SynchronizedTooEarly
         ),
         "a stream is not put back": Lie("Streams.use", "puts_the_stream_back", "streams", NeverPutBack),
+    },
+    "sim, captures": {
+        "work is done as it is captured": Lie("Streams.capture", "what_was_captured", "streams", CaptureRuns),
+        "replays keep a little": Lie("Graph.replay", "replays_take_no", "streams", ReplaysKeepALittle),
+    },
+    "sim, replays": {
+        "an error inside is kept": Lie("Streams.capture", "an_error_ends_the", "streams", ErrorsAreKept),
+        "a replay is elsewhere": Lie(
+            "Graph.replay", "in_the_order_of_its_stream", "streams", ReplayedOnTheFirstStream
+        ),
+        "rates are forgotten": Lie("Kernels.step", "a_step_is_captured", "kernels", RatesForgotten),
     },
     "sim, no order": {
         "a stream does not order": Lie("Stream.wait", "orders_two_streams", "streams", WaitsForNothing),

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from accelz import (
     Event,
+    Graph,
     NullStreams,
     Stream,
+    Streams,
 )
 from accelz.roles.streams import NullEvent, NullStream
 from accelz.torch_device import TorchEvent, TorchStream, TorchStreams
@@ -223,6 +226,55 @@ class WaitsForNothing(TorchStreams):
     def new(self, priority: int = 0) -> Stream:
         made: Any = super().new(priority)
         return UnorderedStream(made.native, made._new_event)
+
+
+class CaptureRuns(TorchStreams):
+    """It does the work as well as recording it."""
+
+    def capture(self, run: Callable[[], None]) -> Graph:
+        graph = super().capture(run)
+        run()
+        return graph
+
+
+class ErrorsAreKept(TorchStreams):
+    def capture(self, run: Callable[[], None]) -> Graph:
+        def quietly() -> None:
+            with suppress(ZeroDivisionError):
+                run()
+
+        return super().capture(quietly)
+
+
+class ReplayedOnTheFirstStream(TorchStreams):
+    def capture(self, run: Callable[[], None]) -> Graph:
+        return ReplayedOn(self, self.current(), super().capture(run))
+
+
+class ReplayedOn(Graph):
+    def __init__(self, streams: Streams, stream: Stream, graph: Graph) -> None:
+        self._streams = streams
+        self._stream = stream
+        self._graph = graph
+
+    def replay(self) -> None:
+        with self._streams.use(self._stream):
+            self._graph.replay()
+
+
+class ReplaysKeepALittle(TorchStreams):
+    def capture(self, run: Callable[[], None]) -> Graph:
+        return KeepingGraph(super().capture(run))
+
+
+class KeepingGraph(Graph):
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        self._kept: list[Tensor] = []
+
+    def replay(self) -> None:
+        self._kept.append(torch.zeros(100, device=torch.accelerator.current_accelerator()))
+        self._graph.replay()
 
 
 class HangingEvent(NullEvent):

@@ -28,7 +28,7 @@ from accelz.roles.flat_buffer import FlatBuffer, FlatBufferStrategy
 from accelz.roles.kernels import Kernels
 from accelz.roles.memory import Memory
 from accelz.roles.rng import Rng
-from accelz.roles.streams import Event, Stream, Streams
+from accelz.roles.streams import Event, Graph, Stream, Streams
 
 ROLES: dict[str, type] = {
     "memory": Memory,
@@ -40,7 +40,7 @@ ROLES: dict[str, type] = {
 }
 """The interface of each role, by the accelerator's attribute for it."""
 
-INTERFACES: tuple[type, ...] = (Accelerator, *ROLES.values(), Stream, Event, Handle, FlatBuffer)
+INTERFACES: tuple[type, ...] = (Accelerator, *ROLES.values(), Stream, Event, Graph, Handle, FlatBuffer)
 
 STARTS = tuple(name for name in vars(Collectives) if name.startswith("_start_"))
 """What a backend's own `Collectives` overrides."""

@@ -18,7 +18,7 @@ thorough = pytest.mark.accelz_thorough
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """The dtypes that the kit tries; a device may declare others."""
 
-WITH_DUTIES = frozenset({"streams", "lazy_graph", "exact_memory"})
+WITH_DUTIES = frozenset({"streams", "lazy_graph", "exact_memory", "graph_capture"})
 """Capabilities that oblige a backend to more than what the test that proves them asks: the kit advises nobody
 to declare them."""
 

@@ -15,7 +15,7 @@ TIERS = ("core", "training")
 ORDER = (
     "accelz_backend", "BackendDescriptor", "Accelerator", "Capabilities", "torch", "Event", "Stream",
     "Streams", "Memory", "Rng", "FlatBufferStrategy", "FlatBuffer", "Collectives", "Group", "Handle",
-    "Kernels",
+    "Kernels", "Graph",
 )  # fmt: skip
 """The best order in which to write a backend: the tests of each entry rely on the entries before it."""
 

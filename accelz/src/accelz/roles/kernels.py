@@ -30,11 +30,12 @@ class Kernels:
         """One step of an optimizer on a flat shard, in one pass over it.
 
         A backend's kernel for an optimizer is a method of the name that `Update.kernel` is, and takes fp32
-        moments; the rest is left to the references. A backend with kernels for moments in 16 or 8 bits
-        overrides this.
+        moments and no `rates`; the rest is left to the references. A backend with kernels for moments in 16
+        or 8 bits overrides this, and so does one with kernels that read `rates`.
         """
         own = getattr(self, update.kernel, None)
-        if own is None or any(moment.dtype is not update.master.dtype for moment in update.moments):
+        wide = all(moment.dtype is update.master.dtype for moment in update.moments)
+        if own is None or not wide or update.rates is not None:
             update.reference(self.chunk)
         else:
             own(update)

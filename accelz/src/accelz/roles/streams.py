@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 from torch import Tensor
+
+from accelz.errors import BackendError
 
 
 class Event(ABC):
@@ -41,6 +43,15 @@ class Stream(ABC):
         """
 
 
+class Graph(ABC):
+    """Work that was captured, to be queued as a whole as often as wanted: see `Streams.capture`."""
+
+    @abstractmethod
+    def replay(self) -> None:
+        """Queue the work once more, on the current stream. It reads and writes the tensors that it was
+        captured with, as they are then, wherever the program has dropped or replaced them meanwhile."""
+
+
 class Streams(ABC):
     @abstractmethod
     def current(self) -> Stream:
@@ -64,6 +75,23 @@ class Streams(ABC):
     @abstractmethod
     def synchronize(self) -> None:
         """Block the host until the device has finished everything."""
+
+    def capture(self, run: Callable[[], None]) -> Graph:
+        """Record what `run` queues on the current stream, without doing it; each replay of the graph does.
+
+        Recorded are operations on tensors and calls of `Kernels`, with the addresses that they work on: such
+        tensors must live as long as the graph is replayed. Numbers of the host, also those copied to the
+        device, keep the value that they had. What `run` allocates is the graph's memory while it lives, and
+        is written by each replay. `run` must not wait for the device, read values from it, draw random
+        numbers, use other streams or capture; and it must have run once before, so that all that is prepared
+        at a first use is there.
+
+        Raises BackendError where `graph_capture` is not declared, and inside a capture; and what `run`
+        raises, after which nothing is recorded any more.
+        """
+        raise BackendError(
+            "this device captures no graphs: ask Capabilities.graph_capture before Streams.capture"
+        )
 
 
 class NullEvent(Event):

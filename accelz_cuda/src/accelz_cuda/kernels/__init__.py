@@ -76,7 +76,7 @@ StepEntries = dict[tuple[torch.dtype, torch.dtype | None, torch.dtype], EntryPoi
 none, uint8 where they are codes."""
 
 
-UPDATE = struct.Struct("@10Pq12fi0q")
+UPDATE = struct.Struct("@11Pq12fi0q")
 
 
 def _steps(name: str) -> StepEntries:

@@ -12,13 +12,13 @@ struct Lion {
     float one_minus_beta1, one_minus_beta2;
   };
 
-  __device__ __forceinline__ void begin(const Update&, const Constants&) {}
+  __device__ __forceinline__ void begin(const Update&, const Rates&, const Constants&) {}
 
-  __device__ __forceinline__ void update(const Update& u, const Constants& c, float g,
+  __device__ __forceinline__ void update(const Rates& r, const Constants& c, float g,
                                          float& w, float (&m)[1]) const {
     const float towards = between(m[0], g, c.one_minus_beta1);
     const float direction = static_cast<float>((towards > 0.0f) - (towards < 0.0f));
-    w = fmaf(-u.lr, direction, w * u.decay);
+    w = fmaf(-r.lr, direction, w * r.decay);
     m[0] = between(m[0], g, c.one_minus_beta2);
   }
 };

@@ -7,12 +7,12 @@ struct Momentum {
     float momentum, nesterov;
   };
 
-  __device__ __forceinline__ void begin(const Update&, const Constants&) {}
+  __device__ __forceinline__ void begin(const Update&, const Rates&, const Constants&) {}
 
-  __device__ __forceinline__ void update(const Update& u, const Constants& c, float g, float& w,
+  __device__ __forceinline__ void update(const Rates& r, const Constants& c, float g, float& w,
                                          float (&m)[1]) const {
     m[0] = fmaf(c.momentum, m[0], g);
-    w = fmaf(-u.lr, c.nesterov != 0.0f ? fmaf(c.momentum, m[0], g) : m[0], w);
+    w = fmaf(-r.lr, c.nesterov != 0.0f ? fmaf(c.momentum, m[0], g) : m[0], w);
   }
 };
 

@@ -5,11 +5,11 @@ struct Sgd {
   static constexpr int kMoments = 0;
   struct Constants {};
 
-  __device__ __forceinline__ void begin(const Update&, const Constants&) {}
+  __device__ __forceinline__ void begin(const Update&, const Rates&, const Constants&) {}
 
-  __device__ __forceinline__ void update(const Update& u, const Constants&, float g, float& w,
+  __device__ __forceinline__ void update(const Rates& r, const Constants&, float g, float& w,
                                          float (&)[1]) const {
-    w = fmaf(-u.lr, g, w);
+    w = fmaf(-r.lr, g, w);
   }
 };
 

@@ -1,19 +1,24 @@
 // One optimizer step on a flat shard, in one pass: what all rules have in common.
 //
 // Rule has kMoments, a struct Constants of floats, as in accelz.updates, and
-//   void begin(const Update&, const Constants&) computes what is the same for all elements
-//   void update(const Update&, const Constants&, float g, float& w, float (&m)[kMoments or 1]) const
+//   void begin(const Update&, const Rates&, const Constants&) computes what is the same for all elements
+//   void update(const Rates&, const Constants&, float g, float& w, float (&m)[kMoments or 1]) const
 //                                computes the new values of an element's weight and moments
 #pragma once
 
 #include "dynamic_map.cuh"
 #include "tiles.cuh"
 
+// decay: 1 - lr * weight_decay if weight decay is decoupled, else 1.
+struct Rates {
+  float lr, decay;
+};
+
 // Arrays have numel elements each; moments and weights that a kernel does not have are null. step,
 // grad_scale and skip are single values on the device; the last two may be null. sign: -1 to
-// maximise. decay: 1 - lr * weight_decay if weight decay is decoupled, else 1. l2: weight decay if
-// that is added to the gradient, else 0. stochastic: whether moments in bf16 are rounded up or down
-// at random. scales: of moments in 8 bits, one for each of their blocks; else null.
+// maximise. rates: of a captured step, which each replay reads; null: lr and decay are. l2: weight
+// decay if that is added to the gradient, else 0. stochastic: whether moments in bf16 are rounded up
+// or down at random. scales: of moments in 8 bits, one for each of their blocks; else null.
 struct Update {
   float* master;
   const void* grad;
@@ -23,6 +28,7 @@ struct Update {
   const float* step;
   const float* grad_scale;
   const float* skip;
+  const Rates* rates;
   long long numel;
   float lr, sign, decay, l2;
   float constants[8];
@@ -80,6 +86,7 @@ struct Step {
   const G* grad;
   W* weights;
   Rule rule;
+  Rates rates;
   float factor;
   unsigned number;
 
@@ -113,7 +120,8 @@ struct Step {
   }
 
   __device__ __forceinline__ void begin() {
-    rule.begin(u, c);
+    rates = u.rates == nullptr ? Rates{u.lr, u.decay} : *u.rates;
+    rule.begin(u, rates, c);
     factor = u.grad_scale == nullptr ? u.sign : *u.grad_scale * u.sign;
     if constexpr (kRounds<M>) number = u.step == nullptr ? 0 : __float_as_uint(*u.step) * 0x85ebca77u;
   }
@@ -121,7 +129,7 @@ struct Step {
   __device__ __forceinline__ void update(float g, float& w, float (&m)[kRoom<Rule>]) const {
     g *= factor;
     if (u.l2 != 0.0f) g = fmaf(u.l2, w, g);
-    rule.update(u, c, g, w, m);
+    rule.update(rates, c, g, w, m);
     if constexpr (kRounds<M>)
       if (u.stochastic != 0) {
         const unsigned noise = noise_of(m[0], w, number);

@@ -20,6 +20,7 @@ CAPABILITIES = replace(
     asynchronous=False,  # the default stream is synchronous; side streams are not
     host_data_assignment=False,  # so flat buffers are made by CopyAndShrink
     memory_granularity=1,  # no blocks: every byte is counted
+    graph_capture=True,
     shared_device=True,  # each process simulates its own memory: ranks share only the name
     compile="aot_eager",
     scaled_mm="rowwise",  # on the host, as all products are

@@ -87,6 +87,7 @@ def _module() -> ModuleType:
         "_is_in_bad_fork": lambda: False,
         "_lazy_init": lambda: None,
         "Event": streams.Event,
+        "Graph": _C.Graph,
         "Stream": streams.Stream,
         "current_device": _C.current_device,
         "current_stream": streams.current_stream,
