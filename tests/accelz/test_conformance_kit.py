@@ -43,6 +43,7 @@ UNDECLARED = {
         "storage_resize": "storage_can_be",
         "compile aot_eager": "model_is_compiled",
         "scaled_mm tensorwise": "ScaledProducts",
+        "profiler_ranges": "profiler_ranges",
         "dtype float64": "matrix_products",
     },
 }

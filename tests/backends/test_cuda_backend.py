@@ -244,6 +244,17 @@ def test_what_is_known_of_the_device_that_is_bound_is_declared(
     assert accelerator.capabilities.compile == "inductor", "the rest stays"
 
 
+def test_profiler_ranges_are_those_of_nvtx(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", seen.append)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: seen.append("popped"))
+    accelerator = build()
+    assert accelerator.capabilities.profiler_ranges
+    with pytest.raises(KeyError), accelerator.profiler_range("{0} layers.3"):
+        raise KeyError
+    assert seen == ["{0} layers.3", "popped"]
+
+
 def test_memory_that_a_stream_still_uses_is_in_use() -> None:
     """torch counts it as active, and no longer as allocated."""
     counters = {

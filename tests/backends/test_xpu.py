@@ -7,6 +7,7 @@ import sys
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -79,10 +80,26 @@ def test_a_mask_that_leaves_no_device_is_named() -> None:
 @on_xpu(**ONE)
 def test_capabilities() -> None:
     flags = {name for name, declared in load().capabilities.flags().items() if declared}
-    assert flags == {
+    assert flags - {"profiler_ranges"} == {
         "asynchronous", "streams", "pinned_host_memory", "storage_resize", "host_data_assignment",
         "async_collectives", "exact_memory",
     }  # fmt: skip
+
+
+@on_xpu()
+def test_profiler_ranges_are_tasks_of_itt() -> None:
+    from torch.profiler import itt
+
+    accelerator, seen = load(), []
+    assert accelerator.capabilities.profiler_ranges == itt.is_available()
+    with (
+        patch.object(itt, "range_push", seen.append),
+        patch.object(itt, "range_pop", lambda: seen.append("popped")),
+        pytest.raises(KeyError),
+        accelerator.profiler_range("{0} layers.3"),
+    ):
+        raise KeyError
+    assert seen == ["{0} layers.3", "popped"]
 
 
 @on_xpu(**ONE)

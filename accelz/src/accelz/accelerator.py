@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 
 from accelz.capabilities import Capabilities
@@ -14,7 +16,7 @@ from accelz.roles.streams import Streams
 
 
 class Accelerator:
-    """What a backend's `load()` returns. Subclass it to change `bind`, `device_count` or `flush`.
+    """What a backend's `load()` returns. Subclass it to change a method.
 
     name: the backend's name. device: where this process's tensors live.
     """
@@ -54,6 +56,14 @@ class Accelerator:
 
     def flush(self) -> None:
         """Start the recorded work of a lazy-graph device. Does nothing on other devices."""
+
+    def profiler_range(self, name: str) -> AbstractContextManager[None]:
+        """Show what the host does in the block, under this name, on the time line of the vendor's profiler.
+
+        name: any text. Ranges of a thread nest; threads have their own. Without `profiler_ranges`, nothing is
+        shown.
+        """
+        return nullcontext()
 
     def __repr__(self) -> str:
         return f"Accelerator(name={self.name!r}, device={str(self.device)!r})"

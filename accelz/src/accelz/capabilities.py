@@ -47,6 +47,7 @@ class Capabilities:
     node, over all its links together, in one direction; 0 where it is not known. It bounds the bus bandwidth:
     of an all-gather of n bytes over r ranks, each receives n (r - 1) / r, which takes no less than that
     divided by it. By it, a planner tells how long a step takes at least.
+    profiler_ranges: `Accelerator.profiler_range` shows in the vendor's profiler.
     """
 
     asynchronous: bool = False
@@ -66,6 +67,7 @@ class Capabilities:
     peak_flops: float = 0.0
     scaled_mm: Scaling = "none"
     link_bandwidth: float = 0.0
+    profiler_ranges: bool = False
 
     def flags(self) -> dict[str, bool]:
         """The yes/no capabilities by name."""

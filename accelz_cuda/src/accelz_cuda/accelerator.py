@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from accelz import Accelerator
-from accelz.capabilities import Scaling
 from accelz.torch_device import TORCH_DEVICE, ActiveMemory, TorchAccelerator, TorchStreams
 from accelz_cuda.collectives import NcclCollectives
 from accelz_cuda.cuda_kernels import CudaKernels
@@ -27,8 +28,17 @@ class CudaAccelerator(TorchAccelerator):
         products = scaled_mm(torch.cuda.get_device_capability(self.device))
         self.capabilities = replace(self.capabilities, scaled_mm=products, **sheet._asdict())
 
+    @contextmanager
+    def profiler_range(self, name: str) -> Iterator[None]:
+        """An NVTX range, which Nsight Systems shows; on ROCm one of roctx."""
+        torch.cuda.nvtx.range_push(name)
+        try:
+            yield
+        finally:
+            torch.cuda.nvtx.range_pop()
 
-def scaled_mm(compute_capability: tuple[int, int]) -> Scaling:
+
+def scaled_mm(compute_capability: tuple[int, int]) -> Literal["none", "tensorwise", "rowwise"]:
     """The products in 8 bits that torch has kernels for, by its sources (ATen/native/cuda/ScaledBlas.cpp).
 
     No GPU has run them here. None for ROCm, where some devices take other codes, float8_e4m3fnuz.
@@ -55,7 +65,12 @@ def build() -> Accelerator:
         "cuda",
         NcclCollectives(shared),
         capabilities=replace(
-            TORCH_DEVICE, graph_capture=True, shared_device=shared, compile="inductor", dtypes=dtypes
+            TORCH_DEVICE,
+            graph_capture=True,
+            shared_device=shared,
+            compile="inductor",
+            dtypes=dtypes,
+            profiler_ranges=True,
         ),
         memory=ActiveMemory(torch.cuda, "cuda", pinned=True),
         streams=CudaStreams(torch.cuda),

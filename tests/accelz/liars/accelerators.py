@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from typing import Any, ClassVar
 
 import torch
 
@@ -26,6 +28,32 @@ class FlushRaises(Accelerator):
 class CountIsAFloat(Accelerator):
     def device_count(self) -> int:
         return float(super().device_count())  # type: ignore[return-value]
+
+
+class RangesSwallow(Accelerator):
+    """Its ranges end a block with an error as if there had been none."""
+
+    def profiler_range(self, name: str) -> AbstractContextManager[None]:
+        return suppress(KeyError)
+
+
+class RangesAreAscii(Accelerator):
+    def profiler_range(self, name: str) -> AbstractContextManager[None]:
+        name.encode("ascii")
+        return nullcontext()
+
+
+class OneStackOfRanges(Accelerator):
+    """All threads push onto one stack."""
+
+    stack: ClassVar[list[str]] = []
+
+    @contextmanager
+    def profiler_range(self, name: str) -> Iterator[None]:
+        self.stack.append(name)
+        yield
+        if self.stack.pop() != name:
+            raise RuntimeError(f"{name} is not the innermost range")
 
 
 class FirstRankOnly(Accelerator):

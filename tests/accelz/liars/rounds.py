@@ -15,6 +15,9 @@ from .accelerators import (
     NotARole,
     NotMadeCurrent,
     OneDeviceForAll,
+    OneStackOfRanges,
+    RangesAreAscii,
+    RangesSwallow,
     ResizeRefused,
 )
 from .collectives import (
@@ -152,6 +155,9 @@ ROUNDS: dict[str, dict[str, Lie]] = {
         "a peak is too low": Lie(
             "Capabilities.peak_flops", "no_faster_than_the_peak", flags={"peak_flops": 1.0}
         ),
+        "ranges are declared": Lie(
+            "Accelerator.profiler_range", "profiler_ranges", flags={"profiler_ranges": True}
+        ),
         "skip is ignored": Lie("Kernels.step", "test_step[sgd", "kernels", SkipIgnored),
         "a tail is overrun": Lie("Kernels.accumulate", "test_accumulate", "kernels", TailOverrun),
         "nonfinite is missed": Lie(
@@ -176,6 +182,9 @@ ROUNDS: dict[str, dict[str, Lie]] = {
         "stats are a dict": Lie("Memory.stats", "counters_make_sense", "memory", StatsAreADict),
         "host memory raises": Lie("Memory.empty_host", "host_memory_round", "memory", HostMemoryRaises),
         "every seed is 7": Lie("Rng.seed", "a_seed_repeats", "rng", SeedIgnored),
+        "ranges swallow errors": Lie(
+            "Accelerator.profiler_range", "profiler_ranges_nest", "", RangesSwallow, {"profiler_ranges": True}
+        ),
         "events are never done": Lie("Event.done", "the_interface_holds", "streams", EventsNeverDone),
         "keep_alive overwrites": Lie(
             "Streams.keep_alive", "keep_alive_is_harmless", "streams", KeepAliveOverwrites
@@ -204,6 +213,13 @@ ROUNDS: dict[str, dict[str, Lie]] = {
         "async work is declared": Lie("Event.done", "operations_return", flags={"asynchronous": True}),
     },
     "three": {
+        "ranges are ASCII": Lie(
+            "Accelerator.profiler_range",
+            "profiler_ranges_nest",
+            "",
+            RangesAreAscii,
+            {"profiler_ranges": True},
+        ),
         "nothing is counted": Lie("Memory.stats", "allocated_follows", "memory", NothingCounted),
         "exact memory is declared": Lie("Memory.stats", "allocated_is_exact", flags={"exact_memory": True}),
         "pinned memory is declared": Lie(
@@ -248,6 +264,13 @@ ROUNDS: dict[str, dict[str, Lie]] = {
             "Collectives.broadcast", "test_broadcast_from", "collectives", BroadcastRaises
         ),
         "a wait raises": Lie("Handle.wait", "async_handles", "collectives", WaitRaises),
+        "one stack of ranges": Lie(
+            "Accelerator.profiler_range",
+            "profiler_ranges_of",
+            "",
+            OneStackOfRanges,
+            {"profiler_ranges": True},
+        ),
         "ranks cannot share": Lie("Accelerator.bind", "ranks_share_a_device", "", FirstRankOnly),
         "float8 is declared": Lie(
             "Capabilities.dtypes",

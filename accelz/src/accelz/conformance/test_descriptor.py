@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -67,6 +69,11 @@ if status == 1 and {load}:
         status = 4
 print(json.dumps([[a.available, a.reason] for a in answers] + [status]))
 """
+
+RANGE = "Accelerator.profiler_range"
+RANGE_NAMES = ("zero::gather layers.3", "", "% {0} {name} \n", "Grüße, 層 3", "long " * 1000)
+PATIENCE = 10.0
+"""Seconds that a thread waits for another."""
 
 UNUSABLE = 4  # in the parent as well
 CHILD_CODES = {1: "raised", 2: "got another answer from probe()", 3: "computed a wrong sum"}
@@ -210,6 +217,44 @@ class DescriptorContract:
         expect_close(values, torch.arange(5.0) * 2, "Accelerator.flush", expected)
         own = type(unguarded(accelerator)).flush is not Accelerator.flush
         expect(own, "Accelerator.flush", "a lazy_graph device must have its own", "the base's no-op")
+
+    @about(RANGE)
+    @proves("profiler_ranges")
+    def test_profiler_ranges_nest_and_let_errors_through(self, accelerator: Accelerator) -> None:
+        """Ranges nest, have any text as names, and end where an error leaves them, which stays what it is."""
+        own = type(unguarded(accelerator)).profiler_range is not Accelerator.profiler_range
+        expect(
+            own, RANGE, "a device with profiler_ranges must have its own", "the base's, which does nothing"
+        )
+        for name in RANGE_NAMES:
+            left = None
+            with accelerator.profiler_range("kit outer"), accelerator.profiler_range("kit outer"):
+                try:
+                    with accelerator.profiler_range(name):
+                        raise KeyError(name)
+                except KeyError as error:
+                    left = error
+                with accelerator.profiler_range(name):
+                    pass
+            expect(left is not None, RANGE, "must let an error in its block through", "it was swallowed")
+
+    @about(RANGE)
+    @proves("profiler_ranges")
+    def test_profiler_ranges_of_threads_are_apart(self, accelerator: Accelerator) -> None:
+        """Ranges of two threads may overlap without being nested."""
+        begun, ended = threading.Event(), threading.Event()
+
+        def overlap() -> None:
+            with accelerator.profiler_range("kit of another thread"):
+                begun.set()
+                ended.wait(PATIENCE)
+
+        with ThreadPoolExecutor(1) as pool:
+            with accelerator.profiler_range("kit of this thread"):
+                other = pool.submit(overlap)
+                begun.wait(PATIENCE)
+            ended.set()
+            other.result()
 
     @about("Accelerator.bind", "Collectives.init")
     @proves("shared_device")

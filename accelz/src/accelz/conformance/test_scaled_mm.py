@@ -156,5 +156,5 @@ def _multiply(
     bias: Tensor | None = None,
 ) -> Tensor:
     device = accelerator.device
-    options = {} if bias is None else {"bias": bias.to(device)}
+    options: Any = {} if bias is None else {"bias": bias.to(device)}
     return torch._scaled_mm(a, b, scale_a.to(device), scale_b.to(device), out_dtype=out, **options)

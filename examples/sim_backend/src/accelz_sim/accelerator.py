@@ -1,4 +1,5 @@
-"""The accelerator: what the device can do, and the two roles that differ from torch's usual ones.
+"""The accelerator: what the device can do, its profiler's ranges, and the two roles that differ from torch's
+usual ones.
 
 "sim" is a proper device of torch (`torch_device.register`), so memory, streams and random numbers are
 derived from the module `torch.sim`.
@@ -6,13 +7,14 @@ derived from the module `torch.sim`.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import torch
 
 from accelz import Accelerator, Kernels, host_collectives
 from accelz.torch_device import TORCH_DEVICE, TorchAccelerator
-from accelz_sim import NAME, torch_device
+from accelz_sim import NAME, profiler, torch_device
 from accelz_sim.collectives import SimCollectives
 
 CAPABILITIES = replace(
@@ -24,6 +26,7 @@ CAPABILITIES = replace(
     shared_device=True,  # each process simulates its own memory: ranks share only the name
     compile="aot_eager",
     scaled_mm="rowwise",  # on the host, as all products are
+    profiler_ranges=True,
     dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64}),
 )
 
@@ -34,9 +37,14 @@ class SimKernels(Kernels):
     chunk = 1 << 16
 
 
+class SimAccelerator(TorchAccelerator):
+    def profiler_range(self, name: str) -> AbstractContextManager[None]:
+        return profiler.ranged(name)
+
+
 def build() -> Accelerator:
     torch_device.register()
-    return TorchAccelerator(
+    return SimAccelerator(
         NAME,
         collectives=SimCollectives(host_collectives()),
         capabilities=CAPABILITIES,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import os
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -46,6 +48,8 @@ from zero.sharding.local import apart_of
 from zero.warning import warn
 
 META = torch.device("meta")
+RANGES = "ZERO_RANGES"
+"""The variable that asks for ranges in the vendor's profiler."""
 
 
 def check_model(model: nn.Module, device: torch.device) -> None:
@@ -146,6 +150,23 @@ def check_compilation(config: Config, accelerator: Accelerator) -> None:
         f"the device {accelerator.name!r} has no {config.compile.inner} (its backend declares "
         f"compile={have!r}); {do}"
     )
+
+
+def profiler_range(accelerator: Accelerator) -> Callable[[str], AbstractContextManager[None]] | None:
+    """Return what shows ranges in the vendor's profiler, if ZERO_RANGES asks for it.
+
+    Raises ConfigError if the device has nothing that does, or the variable is neither 1 nor 0.
+    """
+    asked = os.environ.get(RANGES) or "0"
+    if asked not in ("0", "1"):
+        raise ConfigError(f"{RANGES} is {asked!r}: set it to 1, or leave it out")
+    if asked == "1" and not accelerator.capabilities.profiler_ranges:
+        raise ConfigError(
+            f"{RANGES}=1 asks for ranges in the profiler of the device's vendor, and the backend of "
+            f"{accelerator.name!r} does not declare profiler_ranges: leave it out, and use torch.profiler, "
+            "which shows the ranges on every device"
+        )
+    return accelerator.profiler_range if asked == "1" else None
 
 
 def check_flat_buffers(accelerator: Accelerator, rank: int) -> None:

@@ -5,13 +5,14 @@ They say how in `linear_mm_config` and `config`, which is torchao's `Float8Linea
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
 from accelz import Accelerator
-from accelz.capabilities import Scaling
 from zero.errors import ModelError
+
+Scaling = Literal["none", "tensorwise", "rowwise"]
 
 _SCALES: dict[Scaling, str] = {"tensorwise": "a scale for each matrix", "rowwise": "a scale for each row"}
 _OTHER_RECIPE = 'Float8LinearConfig.from_recipe_name("tensorwise"), '

@@ -29,11 +29,13 @@ from zero.drafts.checks import (
     check_flat_buffers,
     check_model,
     check_movable,
+    profiler_range,
 )
 from zero.drafts.float8_layers import check_float8_layers
 from zero.drafts.preparation import prepare, settings, warn_of_nothing_to_move
 from zero.engine import Engine
 from zero.pretrained import keep_promises
+from zero.ranges import show_by
 from zero.setup.build import Sharded, build_engine
 from zero.setup.build_units import Site, build_units, draft_and_reserve, taking_over
 from zero.setup.initial_values import InitialValues
@@ -103,6 +105,7 @@ def initialize(
         prepared = prepare(model, optimizer, config, for_graphs=True, has_mesh=arranged is not None)
     check_dtypes(prepared, config, accelerator)
     check_compilation(config, accelerator)
+    show_by(profiler_range(accelerator))
 
     groups = join(accelerator, config.timeout, process_group, arranged)
     name, outlive = type(model).__name__, config.outlive_launcher
