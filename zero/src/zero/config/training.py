@@ -84,6 +84,9 @@ class Config(Validated):
     offload: state that does not stay on the device; see `Offload`. "auto" measures two steps with the
         optimizer state on the host, then keeps as much of it on the device as there is room for.
     compile: run forward and backward through torch.compile: True, or settings as `Compile(...)`.
+    capture_step: on devices that capture graphs, record what kernels do in an optimizer step, once nothing
+        but its values and learning rates changes from step to step, and replay that: with the same bits and
+        less work of the host.
     timeout: seconds after which an incomplete collective is an error. Waits of a minute are logged.
     outlive_launcher: train on when torchrun's process, or the one that has the job's store, has ended. By
         default every rank then ends with an error, in a step within a minute.
@@ -111,6 +114,7 @@ class Config(Validated):
     cast_buffers: bool = False
     offload: Converted[Offload, Offload | Literal["auto"] | None] = held(Offload())
     compile: Converted[Compile | None, Compile | bool | None] = held(None)
+    capture_step: bool = False
     timeout: float = Field(default=600.0, gt=0, allow_inf_nan=False)
     outlive_launcher: bool = False
 
@@ -186,6 +190,11 @@ class Config(Validated):
             raise ValueError("cast_buffers: precision='model' leaves every dtype as it is; set a precision")
         if self.offload.params != "device" and self.stage < 3:
             raise ValueError("offload: below stage 3 the parameters stay whole on the device; set stage=3")
+        if self.capture_step and self.offload.optimizer != "device":
+            raise ValueError(
+                "capture_step: steps are captured only where the optimizer's state stays on the device; "
+                "leave out capture_step or the offload of the optimizer"
+            )
         if self.offload.activations != "device" and self.compile is None:
             raise ValueError("offload: activations are offloaded only in compiled graphs; set compile=True")
         if self.offload.compact and self.precision not in ("bf16", "model"):

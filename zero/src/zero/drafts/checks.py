@@ -152,6 +152,15 @@ def check_compilation(config: Config, accelerator: Accelerator) -> None:
     )
 
 
+def check_capture(config: Config, accelerator: Accelerator) -> None:
+    """Raise ConfigError if the device cannot capture what `config.capture_step` asks for."""
+    if config.capture_step and not accelerator.capabilities.graph_capture:
+        raise ConfigError(
+            f"capture_step: the device {accelerator.name!r} captures no graphs (its backend does not declare "
+            "graph_capture); leave out capture_step"
+        )
+
+
 def profiler_range(accelerator: Accelerator) -> Callable[[str], AbstractContextManager[None]] | None:
     """Return what shows ranges in the vendor's profiler, if ZERO_RANGES asks for it.
 

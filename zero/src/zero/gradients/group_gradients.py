@@ -34,7 +34,8 @@ class GradientPolicy:
     whole buffers stay after that, for others to be added on this rank and reduced anew.
     reduce_dtype: dtype that gradients travel in; None: the one that they are computed in, or added up in on
     this rank. fixed_tiers: whether gradients stay in the tier that they are placed in; otherwise a rank may
-    move its own elsewhere.
+    move its own elsewhere. stays: whether the memory of a reduced slice stays from one step to the next, so
+    that a captured step finds the slice where it was.
     """
 
     sums: bool
@@ -43,6 +44,7 @@ class GradientPolicy:
     keeps_whole: bool
     reduce_dtype: torch.dtype | None
     fixed_tiers: bool
+    stays: bool
 
     @classmethod
     def of(cls, config: Config, world_size: int) -> GradientPolicy:
@@ -57,6 +59,7 @@ class GradientPolicy:
             keeps_whole=count is None and local and world_size > 1,  # one rank can add to what it has reduced
             reduce_dtype=DTYPES[config.reduce_dtype] if config.reduce_dtype and world_size > 1 else None,
             fixed_tiers=not config.offload.measured,
+            stays=config.capture_step,
         )
 
     def whole_dtype(self, dtype: torch.dtype, adds: bool) -> torch.dtype:
@@ -116,6 +119,8 @@ class GroupGradients:
         self._policy = policy
         self._buffers: dict[torch.dtype, FlatBuffer] = {}  # released, kept for their views
         self._under_slice: FlatBuffer | None = None  # the whole buffer in which the slice lives
+        self._room: Tensor | None = None  # of the slice, if it has room of its own, which stays
+        self._room_is_free = False
         self._unreduced: FlatBuffer | None = None  # the whole buffer from before its reduction
         self._in_unreduced: set[int] = set()  # parameters that have a value in it
         self._slice_before: Tensor | None = None  # its sum over replicas, or what came late
@@ -199,6 +204,15 @@ class GroupGradients:
 
     def empty_slice(self, dtype: torch.dtype) -> Tensor:
         """Room on the device for the reduced slice."""
+        if self._room_is_free and self._room is not None and self._room.dtype is dtype:
+            self._room_is_free = False
+            return self._room
+        room = self._new_slice(dtype)
+        if self._policy.stays:
+            self._room, self._room_is_free = room, False
+        return room
+
+    def _new_slice(self, dtype: torch.dtype) -> Tensor:
         numel, device = self.group.layout.shard_numel, self._accelerator.device
         return self.allocate(numel * dtype.itemsize, lambda: torch.empty(numel, dtype=dtype, device=device))
 
@@ -303,6 +317,7 @@ class GroupGradients:
         held += sum(map(held_bytes, self._buffers.values()))
         before = self._slice_before
         held += 0 if before is None or before.device != self._accelerator.device else before.nbytes
+        held += 0 if self._room is None or not self._room_is_free else self._room.nbytes
         return held + (self.slice.device_bytes() if self._under_slice is None else 0)
 
     @property
@@ -331,9 +346,12 @@ class GroupGradients:
             self.slice.add(slice_)
 
     def _drop_slice(self) -> None:
+        if self._room is not None and self.slice.present:
+            self._room_is_free = self.slice.is_in(self._room)
+            self._room = self._room if self._room_is_free else None
         self.slice.clear()
         if self._under_slice is not None:
-            self.release_whole(self._under_slice)
+            self._leave(self._under_slice)
             self._under_slice = None
         self.total = False
 
@@ -380,6 +398,13 @@ class GroupGradients:
             return
         whole.release()
         self._buffers.setdefault(whole.data.dtype, whole)
+
+    def _leave(self, whole: FlatBuffer) -> None:
+        """Part with the buffer of a slice, for the next one."""
+        if self._policy.stays and not self.is_kept(whole):
+            self._buffers.setdefault(whole.data.dtype, whole)
+        else:
+            self.release_whole(whole)
 
     def _buffer(self, dtype: torch.dtype) -> FlatBuffer:
         known = self._buffers.pop(dtype, None)

@@ -10,6 +10,7 @@ piece_state, state_size what an optimizer keeps for a piece, wrappers of tensors
 stepped, pieces         the sub-groups with this rank's pieces; pieces as tensors; where blocks are
 installed               what the user's optimizer object holds: pieces, and views of their state
 group_step              one sub-group's step by a kernel
+captured_step           all of these as one graph, captured and replayed
 taken_over              what the optimizer object does from now on
 parameter_exchange, self_stepping
                         steps by the optimizer itself, of slices or of whole parameters

@@ -44,22 +44,24 @@ def step_sub_group(
     gradient: Tensor,
     factors: Factors,
     narrow: Tensor | None,
+    rates: Tensor | None = None,
 ) -> list[slice]:
     """Step a sub-group's `state` where the parameters `used` have gradients, by one kernel call for each
     stretch that has the same hyper-parameters and step count; return these stretches, in ascending order.
 
-    gradient: (numel,). narrow: 16-bit, of the same shape; receives the weights. All are on one device.
+    gradient: (numel,). narrow: 16-bit, of the same shape; receives the weights. rates: (param_groups, 2),
+    where the step is captured; see `accelz.updates.Update`. All are on one device.
     """
     rule, steps, missed = stepped.rule, stepped.steps, stepped.missing(used)
     assert rule is not None
     calls = [
-        (first, window, rule.options(param_groups[stepped.pieces[first].param_group]))
+        (first, window, (index := stepped.pieces[first].param_group), rule.options(param_groups[index]))
         for first, window in stepped.runs(missed)
     ]
     if rule.counts:
         _count(steps, missed, factors.skip)
         stepped.remember(missed)
-    for first, window, options in calls:
+    for first, window, index, options in calls:
         columns = zip(rule.columns(state.master.dtype), state.moments, strict=True)
         parts = [values[column.window(window)] for column, values in columns]
         moments = dict(zip(rule.moments, parts, strict=False))
@@ -71,10 +73,11 @@ def step_sub_group(
             weights=None if narrow is None else narrow[window],
             step=steps[first] if rule.counts else None,
             scales=tuple(parts[len(moments) :]),
+            rates=None if rates is None else rates[index],
             **{**moments, **options},
         )
         take_step(kernels, update)
-    return [window for _, window, _ in calls]
+    return [window for _, window, _, _ in calls]
 
 
 def _count(steps: Tensor, missed: Sequence[int], skip: Tensor | None) -> None:

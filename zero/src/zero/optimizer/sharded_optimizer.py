@@ -26,6 +26,7 @@ from accelz import HOST
 from zero.communication.communicator import Communicator
 from zero.errors import OptimizerError, UsageError
 from zero.gradients.group_gradients import GroupGradients
+from zero.optimizer.captured_step import CapturedStep
 from zero.optimizer.group_step import Factors, step_sub_group
 from zero.optimizer.installed import InstalledPieces
 from zero.optimizer.joint import JointOptimizer, members, name_of
@@ -52,6 +53,7 @@ class ShardedOptimizer:
     tracer: told when a kernel has stepped a sub-group; see also `SelfStepping`.
     subs_of, subs: the sub-groups, by group, and all in order. installed: what the optimizer has of them.
     self_stepping: steps those that no kernel does. record_streamer: brings records to the device for theirs.
+    captured: makes what kernels do in a step a graph, where the settings ask for it; else None.
     held_back: whether optimizers that step themselves took no part in the last step, because its gradients
         overflowed: the state that they keep may not exist yet.
     """
@@ -64,6 +66,7 @@ class ShardedOptimizer:
         communicator: Communicator,
         stepping: Mapping[FlatGroup, GroupStepping],
         tracer: Tracer,
+        capture: bool = False,
     ) -> None:
         self.optimizer = optimizer
         self._stores = stores
@@ -84,6 +87,7 @@ class ShardedOptimizer:
         self.installed = InstalledPieces(optimizer, self.subs_of)
         self.record_streamer = RecordStreamer(stores, self.subs, self.installed.show)
         self.held_back = False
+        self.captured = CapturedStep(stores.accelerator, optimizer) if capture else None
         self._param_group_of = param_group_of
         self._having_state: set[Optimizer] = set()
         self._in_step = False
@@ -178,13 +182,17 @@ class ShardedOptimizer:
         _between_hooks(mine_served, partial(self._kernel_step, served, Factors(scale, skip)))
 
     def _kernel_step(self, present: Sequence[Turn], factors: Factors) -> None:
+        call = partial(self._call_kernels, present, factors)
+        call(None) if self.captured is None else self.captured.step(present, factors, call)
+
+    def _call_kernels(self, present: Sequence[Turn], factors: Factors, rates: Tensor | None) -> None:
         host = (o.rule is not None and not (o.record.tier.near or o.sub.streamed) for o in self.subs)
         away = factors.to(HOST) if any(host) else factors
         with closing(self._in_turn([stepped for stepped, _ in present])) as turns:
             for (stepped, have), state in zip(present, turns, strict=True):
                 here = factors if state.master.device == self._accelerator.device else away
                 with self._room("for the step of", stepped), ranged("update", stepped.group.unit):
-                    self._step_sub_group(stepped, have, state, here)
+                    self._step_sub_group(stepped, have, state, here, rates)
                 self._tracer.mark("step", stepped.group.unit)
 
     def _in_turn(self, subs: Sequence[SteppedSubGroup]) -> Generator[Opened, None, None]:
@@ -285,14 +293,21 @@ class ShardedOptimizer:
         self.installed.show_state(stepped, rule)
 
     def _step_sub_group(
-        self, stepped: SteppedSubGroup, have: StepGradients, state: Opened, factors: Factors
+        self,
+        stepped: SteppedSubGroup,
+        have: StepGradients,
+        state: Opened,
+        factors: Factors,
+        rates: Tensor | None,
     ) -> None:
         sub, device = stepped.sub, state.master.device
         gradient = sub.of(have.slice.get()).to(device)
         shard = state.master if sub.shard_serves else sub.shard
         writer = WeightWriter(self._stores, shard, state.master)
         groups, kernels = self.optimizer.param_groups, self._stores.kernels(device)
-        written = step_sub_group(stepped, have.used, groups, kernels, state, gradient, factors, writer.narrow)
+        written = step_sub_group(
+            stepped, have.used, groups, kernels, state, gradient, factors, writer.narrow, rates
+        )
         writer.deliver(written, factors.skip)
 
 

@@ -136,7 +136,7 @@ def _parts(
     joined = [(group, way.across) for group, way in stepping.items() if way.across]
     communicator.make_parts(ranks_with_blocks(communicator, group, across) for group, across in joined)
     sharded_optimizer = ShardedOptimizer(
-        optimizer, prepared.param_group_of, stores, communicator, stepping, tracer
+        optimizer, prepared.param_group_of, stores, communicator, stepping, tracer, config.capture_step
     )
     state_offload = StateOffload(units, sharded_optimizer, communicator)
     integrity = Integrity(model, units, sharded_optimizer, state_offload)

@@ -22,6 +22,7 @@ from zero.config.training import Config, dtype_named
 from zero.drafts.aliases import check_aliases
 from zero.drafts.arrangement import arrangement
 from zero.drafts.checks import (
+    check_capture,
     check_compilation,
     check_distributed,
     check_dtypes,
@@ -105,6 +106,7 @@ def initialize(
         prepared = prepare(model, optimizer, config, for_graphs=True, has_mesh=arranged is not None)
     check_dtypes(prepared, config, accelerator)
     check_compilation(config, accelerator)
+    check_capture(config, accelerator)
     show_by(profiler_range(accelerator))
 
     groups = join(accelerator, config.timeout, process_group, arranged)
