@@ -16,7 +16,7 @@ extern "C" {
 #endif
 
 /* Changes whenever a signature or a meaning below does; the Python side refuses any other value. */
-enum { ACCELZ_ABI = 8 };
+enum { ACCELZ_ABI = 9 };
 
 enum { ACCELZ_FLOAT32, ACCELZ_BFLOAT16, ACCELZ_FLOAT16, ACCELZ_FLOAT64, ACCELZ_INT64, ACCELZ_INT32, ACCELZ_UINT8,
        ACCELZ_INT8, ACCELZ_FLOAT8_E4M3 };
@@ -133,6 +133,12 @@ ACCELZ_API void accelz_abandon(accelz_channel *channel, int64_t ticket);
 
 /* Give up the group: tell the other ranks that there will be no further collective, and why. */
 ACCELZ_API void accelz_channel_fail(accelz_channel *channel, const char *reason);
+
+/* Memory for the input of reduce_scatters: others then read it there, and nothing is copied. It may be written until
+ * one starts with it, and not again, not even after accelz_finish: others may be reading. The result is DLPack's
+ * DLManagedTensor, of bytes; by its deleter the caller gives it back, to be used again once all have read it. That
+ * may be after the channel was closed. NULL if there is no memory, or too many have been lent. */
+ACCELZ_API void *accelz_lend(accelz_channel *channel, size_t bytes);
 
 /* Bytes of shared memory that this rank holds for the group now. */
 ACCELZ_API size_t accelz_channel_bytes(const accelz_channel *channel);

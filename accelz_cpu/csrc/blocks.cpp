@@ -27,7 +27,7 @@ Blocks::Blocks(Mailbox &mailbox, std::function<uint64_t(int)> consumed)
 uint32_t Blocks::acquire(size_t bytes, int stream, uint64_t number) {
     if (++acquired_ % TRIM_EVERY == 0) trim();
     Block *block = find(bytes);
-    if (!block->segment || block->segment->capacity() < bytes) resize(*block, bytes);
+    if (capacity_of(*block) < bytes) resize(*block, bytes);
     block->segment->reserve(bytes);
     block->stream = stream;
     block->number = number;
@@ -35,13 +35,35 @@ uint32_t Blocks::acquire(size_t bytes, int stream, uint64_t number) {
     return uint32_t(block - blocks_.data());
 }
 
+std::shared_ptr<Segment> Blocks::lend(size_t bytes) {
+    if (std::count_if(blocks_.begin(), blocks_.end(), is_lent) >= LENT) return nullptr;
+    const auto segment = blocks_[acquire(bytes, 0, 0)].segment;
+    segment->lent = true;
+    return segment;
+}
+
+bool Blocks::find_lent(const char *data, size_t bytes, int stream, uint64_t number, uint32_t &block,
+                       uint64_t &offset) {
+    for (Block &each : blocks_) {
+        if (!is_lent(each)) continue;
+        const char *const begin = each.segment->data();
+        if (data < begin || data + bytes > begin + each.segment->capacity()) continue;
+        each.stream = stream;
+        each.number = number;
+        block = uint32_t(&each - blocks_.data());
+        offset = uint64_t(data - begin);
+        return true;
+    }
+    return false;
+}
+
 Blocks::Block *Blocks::find(size_t bytes) {
     Block *fitting = nullptr, *largest = nullptr;
     for (Block &block : blocks_) {
         if (!is_free(block)) continue;
-        const size_t capacity = block.segment->capacity();
-        if (capacity >= bytes && (!fitting || capacity < fitting->segment->capacity())) fitting = &block;
-        if (!largest || capacity > largest->segment->capacity()) largest = &block;
+        const size_t capacity = capacity_of(block);
+        if (capacity >= bytes && (!fitting || capacity < capacity_of(*fitting))) fitting = &block;
+        if (!largest || capacity > capacity_of(*largest)) largest = &block;
     }
     if (fitting || largest) return fitting ? fitting : largest;
     return &blocks_.emplace_back();
@@ -57,7 +79,7 @@ void Blocks::resize(Block &block, size_t bytes) {
 
 void Blocks::trim() {
     for (Block &block : blocks_) {
-        if (is_free(block)) block.segment->trim(block.needed);
+        if (block.segment && is_free(block)) block.segment->trim(block.needed);
         block.needed = 0;
     }
 }

@@ -1,8 +1,10 @@
 #include "channel.h"
 
 #include <sched.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <cstddef>
 #include <cstring>
 #include <new>
 #include <numeric>
@@ -137,6 +139,11 @@ void Channel::fail(const char *reason) {
     ring_others();
 }
 
+std::shared_ptr<Segment> Channel::lend(size_t bytes) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return blocks_.lend(bytes);
+}
+
 size_t Channel::bytes() const {
     std::lock_guard<std::mutex> lock(mutex_);
     return own_.reserved() + blocks_.bytes();
@@ -177,9 +184,15 @@ void Channel::publish(const Request &request, uint64_t number, int threads) {
     Post &post = mine_.posts[stream][number % RING];
     post.call = request.call;
     const size_t bytes = post.bytes = published_bytes(request);
-    if (bytes > SMALL) post.block = blocks_.acquire(bytes, stream, number);
+    post.with_own = bytes > SMALL && is_in_block(request, number, post);
+    if (bytes > SMALL && !post.with_own) {
+        post.block = blocks_.acquire(bytes, stream, number);
+        post.offset = 0;
+    }
     char *const part = bytes > SMALL ? blocks_.data(post.block) : post.small;
-    if (request.call.op == ACCELZ_ALL_GATHER)
+    if (post.with_own)
+        ;  // nothing to copy
+    else if (request.call.op == ACCELZ_ALL_GATHER)
         copy_shard(request, bytes ? part : nullptr, threads);
     else if (request.call.op == ACCELZ_ALL_TO_ALL)
         copy_parcels(request, bytes ? part : nullptr, threads);
@@ -188,6 +201,13 @@ void Channel::publish(const Request &request, uint64_t number, int threads) {
     post.number.store(number, std::memory_order_release);
     mine_.posted[stream].store(number, std::memory_order_release);
     ring_others();
+}
+
+// Whether the whole input is in a block that was lent, from which others can read it: then the post says where.
+bool Channel::is_in_block(const Request &request, uint64_t number, Post &post) {
+    const Call &call = request.call;
+    return call.op == ACCELZ_REDUCE_SCATTER && blocks_.find_lent(request.input, call.bytes() * size_t(size_),
+                                                                 call.stream(), number, post.block, post.offset);
 }
 
 // The bytes this rank publishes: without its own slice or parcel.
@@ -344,8 +364,9 @@ void Channel::collect_sum(const Request &request, uint64_t number, int threads) 
     std::vector<const char *> parts;
     for (int r = 0; r < size_; r++) {
         const char *part = r == rank_ ? request.input : data_of(r, call.stream(), number);
-        // Rank r has left out its own slice from its block.
-        const int slice = call.op == ACCELZ_ALL_REDUCE ? 0 : r < rank_ ? rank_ - 1 : rank_;
+        // Rank r has left out its own slice from its block, unless its caller has filled it.
+        const bool without = r < rank_ && !peers_[size_t(r)]->post(call.stream(), number)->with_own;
+        const int slice = call.op == ACCELZ_ALL_REDUCE ? 0 : rank_ - int(without);
         parts.push_back(part + call.bytes() * size_t(slice));
     }
     if (size_ == 1) return copy(request.output, parts[0], call.bytes(), threads);
@@ -469,6 +490,41 @@ struct accelz_channel {
     accelz::Channel channel;
 };
 
+namespace {
+
+// The layout of DLPack's DLManagedTensor, and behind it what the deleter needs.
+struct Lent {
+    void *data;
+    struct {
+        int32_t type = 1, id = 0;  // a CPU
+    } device;
+    int32_t dimensions = 1;
+    struct {
+        uint8_t code = 1, bits = 8;  // unsigned integers
+        uint16_t lanes = 1;
+    } dtype;
+    int64_t *shape = &length;
+    int64_t *strides = nullptr;  // contiguous
+    uint64_t offset = 0;
+    void *context = nullptr;
+    void (*deleter)(Lent *) = [](Lent *self) {
+        if (getpid() != self->process) return;  // a forked child has no part in it
+        self->segment->lent.store(false, std::memory_order_release);
+        delete self;
+    };
+
+    int64_t length;
+    std::shared_ptr<accelz::Segment> segment;
+    pid_t process = getpid();
+
+    Lent(std::shared_ptr<accelz::Segment> memory, size_t bytes)
+        : data(memory->data()), length(int64_t(bytes)), segment(std::move(memory)) {}
+};
+
+static_assert(offsetof(Lent, deleter) == 56, "this is not DLManagedTensor");
+
+}  // namespace
+
 extern "C" {
 
 accelz_channel *accelz_channel_create(int rank, int size) {
@@ -519,6 +575,13 @@ int accelz_finish(accelz_channel *channel, int64_t ticket, int threads) {
 void accelz_abandon(accelz_channel *channel, int64_t ticket) { channel->channel.abandon(ticket); }
 
 void accelz_channel_fail(accelz_channel *channel, const char *reason) { channel->channel.fail(reason); }
+
+void *accelz_lend(accelz_channel *channel, size_t bytes) {
+    return accelz::guarded<void *>(nullptr, [&]() -> void * {
+        auto segment = channel->channel.lend(bytes);
+        return segment ? new Lent(std::move(segment), bytes) : nullptr;
+    });
+}
 
 size_t accelz_channel_bytes(const accelz_channel *channel) { return channel->channel.bytes(); }
 

@@ -2,9 +2,10 @@
 //
 // A rank that starts a collective copies its part into one of its blocks and posts a note in its mailbox, without
 // waiting for other ranks. When it finishes the collective, it waits for the others' notes and reads their blocks.
-// A block is free again once every other rank has consumed its contents. No step of a rank depends on another
-// rank's finishing anything, so collectives may be finished in any order. If several threads finish the same
-// collective, the first one does the work, and the others wait for it.
+// A block is free again once every other rank has consumed its contents. A rank's caller may fill a block itself, with
+// the input of a reduce-scatter: then nothing is copied. No step of a rank depends on another rank's finishing
+// anything, so collectives may be finished in any order. If several threads finish the same collective, the first one
+// does the work, and the others wait for it.
 //
 // Sums are computed by the rank that needs them, over all ranks' parts in rank order.
 #pragma once
@@ -46,6 +47,7 @@ class Channel {
     void finish(int64_t ticket, int threads);
     void abandon(int64_t ticket);
     void fail(const char *reason);
+    std::shared_ptr<Segment> lend(size_t bytes);
     size_t bytes() const;
     void leave(double linger);
 
@@ -58,6 +60,7 @@ class Channel {
 
     void make_room(std::unique_lock<std::mutex> &lock, const Request &request, int threads);
     void publish(const Request &request, uint64_t number, int threads);
+    bool is_in_block(const Request &request, uint64_t number, Post &post);
     size_t published_bytes(const Request &request) const;
     size_t head_bytes() const;
     void copy_parcels(const Request &request, char *to, int threads) const;

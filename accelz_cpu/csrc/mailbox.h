@@ -13,9 +13,10 @@
 namespace accelz {
 
 constexpr uint64_t RING = 128;                 // collectives of a stream that can be in progress
-constexpr uint32_t BLOCKS = STREAMS * RING;    // one for each of them
+constexpr uint32_t LENT = 256;                 // blocks that callers can have at once
+constexpr uint32_t BLOCKS = STREAMS * RING + LENT;  // one for each of either
 constexpr size_t SMALL = 448;                  // bytes of data that a note itself can carry
-constexpr uint64_t MAGIC = 0x616363656c7a0002;  // changes with the layout below
+constexpr uint64_t MAGIC = 0x616363656c7a0003;  // changes with the layout below
 
 // A rank's note of one collective.
 struct alignas(64) Post {
@@ -23,6 +24,8 @@ struct alignas(64) Post {
     Call call;
     uint64_t bytes;                // of the owner's data
     uint32_t block;                // where the data are, as an index into blocks
+    uint32_t with_own;             // whether the owner's slice is among them, as in a block that its caller has filled
+    uint64_t offset;               // bytes before the data in the block
     // Data of up to SMALL bytes. Ranks that have the mailbox mapped can read them even if the owner has just ended,
     // so ranks may leave after a barrier without waiting for anyone.
     alignas(64) char small[SMALL];

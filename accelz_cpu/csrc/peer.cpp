@@ -51,7 +51,7 @@ const char *Peer::data(const Post &post) {
         mapped.mapping = map_segment(pid_t(process_.id()), entry.descriptor, entry.capacity, false);
         mapped.generation = entry.generation;
     }
-    return mapped.mapping->data;
+    return mapped.mapping->data + post.offset;
 }
 
 }  // namespace accelz

@@ -8,6 +8,7 @@
 
 #include <sys/types.h>
 
+#include <atomic>
 #include <cstddef>
 #include <memory>
 
@@ -44,6 +45,8 @@ class Segment {
     int descriptor() const { return descriptor_; }
     size_t capacity() const { return mapping_->bytes; }
     size_t reserved() const { return reserved_; }
+
+    std::atomic<bool> lent{false};  // somebody beside the owner may write to it
 
    private:
     int descriptor_ = -1;

@@ -48,6 +48,7 @@ class Capabilities:
     of an all-gather of n bytes over r ranks, each receives n (r - 1) / r, which takes no less than that
     divided by it. By it, a planner tells how long a step takes at least.
     profiler_ranges: `Accelerator.profiler_range` shows in the vendor's profiler.
+    communication_buffers: `collectives.empty` returns memory that collectives read in place.
     """
 
     asynchronous: bool = False
@@ -68,6 +69,7 @@ class Capabilities:
     scaled_mm: Scaling = "none"
     link_bandwidth: float = 0.0
     profiler_ranges: bool = False
+    communication_buffers: bool = False
 
     def flags(self) -> dict[str, bool]:
         """The yes/no capabilities by name."""

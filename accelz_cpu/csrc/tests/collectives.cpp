@@ -71,6 +71,17 @@ void on_threads(int size, const std::function<void(const Rank &)> &body, int thr
     for (std::thread &rank : ranks) rank.join();
 }
 
+// What the caller has of DLPack's DLManagedTensor.
+struct LentMemory {
+    void *data;
+    char between[48];
+    void (*give_back)(LentMemory *);
+};
+
+LentMemory *lend(accelz_channel *channel, size_t bytes) {
+    return static_cast<LentMemory *>(accelz_lend(channel, bytes));
+}
+
 std::vector<float> pattern(size_t n, int rank) {
     std::vector<float> values(n);
     for (size_t i = 0; i < n; i++) values[i] = float((i + size_t(rank) * 3) % 11);
@@ -205,6 +216,45 @@ TEST(two_streams_do_not_wait_for_each_other) {
             total.assign(1000, 1);
         }
     });
+}
+
+// Some ranks' inputs are in lent memory and others' are not. It is returned while others may still read it.
+TEST(lent_memory_is_read_in_place) {
+    on_threads(3, [](const Rank &r) {
+        std::vector<int64_t> tickets;
+        std::vector<std::vector<float>> inputs, outputs;
+        for (int round = 0; round < 400; round++) {
+            const size_t n = 500 + size_t(round % 5) * 3000;
+            const std::vector<float> full = pattern(n * 3, r.rank);
+            outputs.emplace_back(n, -1);
+            LentMemory *memory = nullptr;
+            if ((round + r.rank) % 3) CHECK(memory = lend(r.channel, (n * 3 + 5) * sizeof(float)));
+            const size_t offset = memory ? size_t(round % 2) * 5 : 0;  // bytes around the input do not matter
+            inputs.push_back(memory ? std::vector<float>() : full);
+            float *input = memory ? static_cast<float *>(memory->data) + offset : inputs.back().data();
+            std::memcpy(input, full.data(), full.size() * sizeof(float));
+            const int64_t ticket = r.start(ACCELZ_REDUCE_SCATTER, ACCELZ_FLOAT32, n, outputs.back().data(), input);
+            r.finish(ticket);
+            for (size_t i = 0; i < n; i++) CHECK(outputs.back()[i] == sum_at(size_t(r.rank) * n + i, 3));
+            if (memory) memory->give_back(memory);
+        }
+        CHECK(accelz_channel_bytes(r.channel) < size_t(4) << 20);
+    });
+}
+
+TEST(lent_memory_has_an_end_and_outlives_its_channel) {
+    accelz_channel *channel = accelz_channel_create(0, 1);
+    std::vector<LentMemory *> lent;
+    while (LentMemory *memory = lend(channel, 1000)) lent.push_back(memory);
+    CHECK(lent.size() == 256);
+    lent.back()->give_back(lent.back());
+    CHECK(lent.back() = lend(channel, 2000));
+    CHECK(!lend(channel, 1));
+    accelz_channel_close(channel, 1);
+    for (LentMemory *memory : lent) {
+        std::memset(memory->data, 1, 1000);
+        memory->give_back(memory);
+    }
 }
 
 TEST(common_memory_is_published_by_coming) {

@@ -37,6 +37,7 @@ def build() -> Accelerator:
             host_data_assignment=True,
             async_collectives=True,
             shared_device=True,
+            communication_buffers=native is not None,
             compile="inductor" if has_compiler() else "aot_eager",
             scaled_mm="rowwise",
             dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64}),

@@ -6,19 +6,21 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from ctypes import CDLL, c_int, c_int64, c_uint64
+from ctypes import CDLL, PYFUNCTYPE, c_char_p, c_int, c_int64, c_uint64, c_void_p, py_object, pythonapi
 from threading import Lock
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack
 
 from accelz_cpu.native import DTYPES, last_error
 from accelz_cpu.transport import Transport
 
 SUM, MAX, MIN = range(3)
 _ALL_GATHER, _BROADCAST, _REDUCE_SCATTER, _ALL_REDUCE = range(4)
+_capsule = PYFUNCTYPE(py_object, c_void_p, c_char_p, c_void_p)(("PyCapsule_New", pythonapi))
 LINGER_SECONDS = 10.0
 """How long a leaving rank waits for the others to read what it has published."""
 
@@ -74,6 +76,12 @@ class Channel(Transport):
             torch.get_num_threads(),
         )
         return SharedWork(self, ticket)
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor | None:
+        """Memory for inputs of `reduce_scatter` that the other ranks read there; None where there is none."""
+        nbytes = numel * dtype.itemsize
+        lent = self._call(self._library.accelz_lend, nbytes) if nbytes else None
+        return from_dlpack(_capsule(lent, b"dltensor", None)).view(dtype) if lent else None
 
     def finish(self, ticket: int) -> None:
         """Wait for the other ranks' parts and write the output."""

@@ -13,7 +13,7 @@ import torch
 import accelz_cpu
 from accelz.ranks import machine
 
-ABI = 8
+ABI = 9
 LIBRARY = "libaccelz_cpu.so"
 DTYPES = {
     torch.float32: 0,
@@ -74,6 +74,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "accelz_finish": (_I, (_P, c_int64, _I)),
     "accelz_abandon": (None, (_P, c_int64)),
     "accelz_channel_fail": (None, (_P, c_char_p)),
+    "accelz_lend": (_P, (_P, _N)),
     "accelz_channel_bytes": (_N, (_P,)),
     "accelz_channel_close": (None, (_P, c_double)),
 }

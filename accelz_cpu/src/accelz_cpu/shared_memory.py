@@ -14,6 +14,7 @@ from ctypes import CDLL
 from threading import Lock
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -55,6 +56,12 @@ class SharedMemoryCollectives(GlooLanes):
         if not self._transports:
             atexit.register(self._close_transports)  # others may not have read the last collective yet
         self._transports[group.process_group] = open_transport(self._library, group)
+
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device, group: Group) -> Tensor:
+        """Shared memory, where all ranks of a connected group are on one host; it is not a forked child's."""
+        transport = self._transports.get(group.process_group)  # opened by `connect`: not here, by some ranks
+        shared = transport.empty(numel, dtype) if isinstance(transport, Channel) else None
+        return super().empty(numel, dtype, device, group) if shared is None else shared
 
     def destroy(self) -> None:
         self._close_transports()

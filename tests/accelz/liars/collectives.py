@@ -18,6 +18,21 @@ from accelz.roles.collectives import DONE
 from .kept import keep
 
 
+class TwoInTurn(Collectives):
+    """Two buffers are given out in turn, whether or not their readers have come."""
+
+    def empty(self, numel: int, *args: Any) -> Tensor:
+        made: dict[Any, list[Tensor]] = self.__dict__.setdefault("made", {})
+        pair = made.setdefault((numel, *args[:-1]), [])
+        pair.append(super().empty(numel, *args) if len(pair) < 2 else pair.pop(0))
+        return pair[-1]
+
+
+class AnotherHalf(Collectives):
+    def empty(self, numel: int, dtype: torch.dtype, *args: Any) -> Tensor:
+        return super().empty(numel, torch.bfloat16 if dtype is torch.float16 else dtype, *args)
+
+
 class InputDestroyed(Collectives):
     def reduce_scatter(self, output: Tensor, full: Tensor, group: Any, *args: Any, **kwargs: Any) -> Handle:
         super().reduce_scatter(output, full, group, *args, **kwargs).wait()

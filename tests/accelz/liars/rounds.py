@@ -21,6 +21,7 @@ from .accelerators import (
     ResizeRefused,
 )
 from .collectives import (
+    AnotherHalf,
     AverageForSum,
     BarrierOpen,
     BroadcastRaises,
@@ -40,6 +41,7 @@ from .collectives import (
     ReductionsNotAsync,
     SendersBackwards,
     SourceIgnored,
+    TwoInTurn,
     WaitRaises,
     WaitsWhereItBegan,
     WholeJobOnly,
@@ -210,6 +212,17 @@ ROUNDS: dict[str, dict[str, Lie]] = {
             "Collectives.all_reduce", "groups_of_some", "collectives", WholeJobOnly
         ),
         "a misfit is taken": Lie("Collectives.reduce_scatter", "do_not_fit", "collectives", MisfitTaken),
+        "two buffers in turn": Lie(
+            "Collectives.empty",
+            "still_read_are_not_given_out",
+            "collectives",
+            TwoInTurn,
+            flags={"communication_buffers": True},
+            said="must not give out memory",
+        ),
+        "a buffer of another dtype": Lie(
+            "Collectives.empty", "test_communication_buffers[", "collectives", AnotherHalf
+        ),
         "async work is declared": Lie("Event.done", "operations_return", flags={"asynchronous": True}),
     },
     "three": {

@@ -166,6 +166,24 @@ class CollectivesContract:
         expected = f"gathers must not exceed {declared:g} bytes in a second by more than its rounding"
         expect(reached <= ROUNDING * declared, where, expected, f"{reached:g}", do)
 
+    @about("Collectives.empty", "Collectives.reduce_scatter")
+    @needs("communication_buffers")
+    @over_sizes
+    @over_dtypes()
+    def test_communication_buffers(self, cluster: Clustered, size: int, dtype: torch.dtype) -> None:
+        """Buffers of any length give the same sums as others, wherever the input lies in them."""
+        cluster(size).run(communication_body, dtype=dtype)
+
+    @about("Collectives.empty")
+    @needs("communication_buffers")
+    @proves("communication_buffers")
+    @over_sizes
+    def test_communication_buffers_still_read_are_not_given_out(
+        self, accelerator: Accelerator, cluster: Clustered, size: int
+    ) -> None:
+        """A dropped buffer is not given out again before all ranks have read it, however late they are."""
+        cluster(size).run(given_out_body)
+
     @about("Collectives.new_group", "Group")
     @over_sizes
     def test_groups_of_some_ranks(self, cluster: Clustered, size: int) -> None:
@@ -478,6 +496,61 @@ def gathers_body(context: Context) -> tuple[float, list[float]]:
         accelerator.streams.synchronize()
         seconds.append(time.perf_counter() - started)
     return declared, seconds
+
+
+def communication_body(context: Context, dtype: torch.dtype) -> None:
+    calls, device, group = _collectives(context), context.accelerator.device, context.group
+    method = "Collectives.empty"
+    for n, offset, _, async_op in _places():
+        for op, reduce in REDUCTIONS.items():
+            numel = n * context.size + offset
+            buffer = calls.empty(numel, dtype, device, group)
+            found = buffer.shape, buffer.dtype, buffer.device.type, buffer.is_contiguous()
+            want = (numel,), dtype, device.type, True
+            expect(found == want, method, f"must give {want}: shape, dtype, device, contiguous", f"{found}")
+            rows, output = (
+                _rows(n * context.size, context.size, dtype),
+                torch.empty(n, dtype=dtype, device=device),
+            )
+            full = buffer[offset:]
+            full.copy_(rows[context.rank])
+            calls.reduce_scatter(output, full, group, op, async_op).wait()
+            case = f"{op}, {n} elements, offset {offset}, {async_op=}"
+            mine = reduce(rows)[context.rank * n :][:n]
+            expect_close(
+                output, mine, method, f"a reduce_scatter from it must give this rank's slice ({case})"
+            )
+            expect_close(
+                full, rows[context.rank], method, f"what is in it must stay until it is dropped ({case})"
+            )
+
+
+def given_out_body(context: Context) -> None:
+    """One rank after another is fast: it drops each buffer before the others have waited for any of them."""
+    calls, device, group = _collectives(context), context.accelerator.device, context.group
+    streams, n = checked(context.accelerator).streams, 65_537
+    for fast in range(context.size):
+        calls.barrier(group)
+        outputs = [torch.zeros(n, device=device) for _ in range(_GIVEN_OUT)]
+        handles = []
+        for i, output in enumerate(outputs):
+            full = calls.empty(n * context.size, torch.float32, device, group).fill_(i + 1)
+            handles.append(calls.reduce_scatter(output, full, group, async_op=True))
+            if context.rank == fast:
+                handles.pop().wait()
+                streams.synchronize()
+            del full
+        if context.rank != fast:
+            time.sleep(BUSY_SECONDS)
+        for handle in handles:
+            handle.wait()
+        for i, output in enumerate(outputs):
+            want = torch.full((n,), float((i + 1) * context.size))
+            expected = "must not give out memory that other ranks have yet to read"
+            expect_close(output, want, "Collectives.empty", f"{expected} (buffer {i + 1} of {_GIVEN_OUT})")
+
+
+_GIVEN_OUT = 6
 
 
 def groups_body(context: Context) -> None:

@@ -160,6 +160,20 @@ class Collectives:
         """
         self.all_reduce(torch.zeros(1, device=device), group)
 
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device, group: Group) -> Tensor:
+        """Return an uninitialised tensor, (numel,), to be filled and passed to the group's `reduce_scatter`.
+
+        With the capability `communication_buffers` the library reads it in place, without copying it before:
+        it is memory that ranks share, or that is registered with the network. Once a reduce_scatter of it,
+        or of a part, has begun, it must not be written to again, not even after `wait`: other ranks may still
+        be reading. Drop it and ask for another; memory is given out again when all have read it.
+
+        A rank asks when it likes, once the group is connected: not all ranks have to, nor in one order.
+        Where a group has no such memory (on several hosts, say), the tensor is an ordinary one, as by
+        default. A forked child may have no access to it. Raises torch.OutOfMemoryError.
+        """
+        return torch.empty(numel, dtype=dtype, device=device)
+
     def all_gather(self, output: Tensor, shard: Tensor, group: Group, async_op: bool = False) -> Handle:
         """Concatenate every rank's `shard` (n elements) into `output` (n × size elements), in rank order.
 
