@@ -280,6 +280,29 @@ def test_ranks_may_share_a_gpu_where_that_is_asked_for(monkeypatch: pytest.Monke
     assert build().capabilities.shared_device
 
 
+def test_communication_buffers_are_declared_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ACCELZ_CUDA_COMMUNICATION_BUFFERS", raising=False)
+    assert not build().capabilities.communication_buffers
+    monkeypatch.setenv("ACCELZ_CUDA_COMMUNICATION_BUFFERS", "1")
+    assert build().capabilities.communication_buffers
+
+
+@pytest.mark.parametrize("supported", [True, False])
+def test_communication_buffers_are_the_librarys(supported: bool) -> None:
+    """A double with the signatures of torch's own backend: it has not run on a GPU."""
+    device, asked = torch.device("cpu"), []
+
+    def allocate_tensor(size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        asked.append((size, dtype, device))
+        return torch.zeros(size, dtype=dtype, device=device)
+
+    nccl = SimpleNamespace(supports_tensor_alloc=lambda device: supported, allocate_tensor=allocate_tensor)
+    group: Any = SimpleNamespace(process_group=SimpleNamespace(_get_backend=lambda device: nccl))
+    made = NcclCollectives(shared_device=False).empty(5, torch.bfloat16, device, group)
+    assert (made.shape, made.dtype, made.device) == ((5,), torch.bfloat16, device)
+    assert asked == ([(5, torch.bfloat16, device)] if supported else [])
+
+
 @pytest.mark.parametrize("error", ["SUCCESS", "TIMEOUT", "COMM_ERROR", "REMOTE_ERROR"])
 def test_what_the_watchdog_has_aborted_is_told(error: str) -> None:
     """`wait` only orders streams, which go on after the abort."""

@@ -19,6 +19,10 @@ from accelz_cuda.data_sheets import data_sheet
 SHARED_DEVICE = "ACCELZ_CUDA_SHARED_DEVICE"
 """If set to 1, several ranks may use one GPU. Slow; for tests on machines with a single GPU."""
 
+COMMUNICATION_BUFFERS = "ACCELZ_CUDA_COMMUNICATION_BUFFERS"
+"""If set to 1, gradients are reduced from memory registered with NCCL. It has not run on a GPU yet: try
+`accelz check cuda` with it first."""
+
 
 class CudaAccelerator(TorchAccelerator):
     def bind(self, local_rank: int) -> None:
@@ -59,7 +63,7 @@ class CudaStreams(TorchStreams):
 
 
 def build() -> Accelerator:
-    shared = os.environ.get(SHARED_DEVICE, "") == "1"
+    shared, registered = (os.environ.get(name) == "1" for name in (SHARED_DEVICE, COMMUNICATION_BUFFERS))
     dtypes = TORCH_DEVICE.dtypes | {torch.float64}
     return CudaAccelerator(
         "cuda",
@@ -71,6 +75,7 @@ def build() -> Accelerator:
             compile="inductor",
             dtypes=dtypes,
             profiler_ranges=True,
+            communication_buffers=registered,
         ),
         memory=ActiveMemory(torch.cuda, "cuda", pinned=True),
         streams=CudaStreams(torch.cuda),

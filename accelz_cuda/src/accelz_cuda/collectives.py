@@ -71,6 +71,14 @@ class NcclCollectives(Collectives):
 
         limited(first, group.timeout + SPARE, "connecting ranks by NCCL", group.store.where)
 
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device, group: Group) -> torch.Tensor:
+        """From torch's pool of `ncclMemAlloc` for the group, whose memory it registers with the communicator;
+        ordinary memory on devices that have none. Dropped memory is used again in its stream's order."""
+        library = group.process_group._get_backend(device)
+        if not library.supports_tensor_alloc(device):
+            return super().empty(numel, dtype, device, group)
+        return library.allocate_tensor(numel, dtype=dtype, device=device)
+
     def check(self, group: Group) -> None:
         """Ask the watchdog: it notes an error before it aborts, and streams go on only after that."""
         error = group.process_group._get_backend(torch.device("cuda")).get_error()
