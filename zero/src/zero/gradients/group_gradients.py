@@ -13,6 +13,7 @@ from torch import Tensor
 
 from accelz import HOST, FlatBuffer, Slot
 from zero.config.training import DTYPES, Config
+from zero.gradients.communication_buffer import CommunicationBuffer
 from zero.gradients.reduced_slice import ReducedSlice, added
 from zero.sharding.flat_group import FlatGroup
 from zero.sharding.sharded_unit import ShardedUnit
@@ -132,6 +133,9 @@ class GroupGradients:
         self._gradient_dtype = group.dtype
         self._opened_for: torch.dtype | None = None  # gradients that fit into the whole buffer as it is
         self._count = len(group.parameters)
+        # Where ranks add up on their own, whole buffers stay for long, and may be added to after a reduction.
+        short = group.shards > 1 and not policy.local
+        self._in_communication_buffers = short and self._accelerator.capabilities.communication_buffers
 
     @property
     def times(self) -> int:
@@ -251,8 +255,8 @@ class GroupGradients:
         if self._keeps_whole or self._keeps_late:
             self._keep(whole, filled)
         dtype = self._policy.reduce_dtype or self._travels_in or whole.data.dtype
-        in_place = self.group.shards == 1
-        if dtype is whole.data.dtype and not (in_place and self.is_kept(whole)):
+        spent = self.group.shards == 1 or self._in_communication_buffers  # by the reduction
+        if dtype is whole.data.dtype and not (spent and self.is_kept(whole)):
             return whole
         return self._converted(whole, dtype)
 
@@ -408,12 +412,11 @@ class GroupGradients:
 
     def _buffer(self, dtype: torch.dtype) -> FlatBuffer:
         known = self._buffers.pop(dtype, None)
-        if known is not None:
-            known.materialize()
-            return known
-        made = self._accelerator.flat_buffers.empty_like(self.group.home, dtype)
-        made.materialize()
-        return made
+        if known is None and self._in_communication_buffers:
+            return CommunicationBuffer(self.group, self._accelerator, dtype)
+        buffer = known or self._accelerator.flat_buffers.empty_like(self.group.home, dtype)
+        buffer.materialize()
+        return buffer
 
 
 def _copy(values: Values, device: torch.device) -> Tensor:
