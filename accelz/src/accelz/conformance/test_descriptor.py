@@ -222,10 +222,7 @@ class DescriptorContract:
     @proves("profiler_ranges")
     def test_profiler_ranges_nest_and_let_errors_through(self, accelerator: Accelerator) -> None:
         """Ranges nest, have any text as names, and end where an error leaves them, which stays what it is."""
-        own = type(unguarded(accelerator)).profiler_range is not Accelerator.profiler_range
-        expect(
-            own, RANGE, "a device with profiler_ranges must have its own", "the base's, which does nothing"
-        )
+        _expect_own_ranges(accelerator)
         for name in RANGE_NAMES:
             left = None
             with accelerator.profiler_range("kit outer"), accelerator.profiler_range("kit outer"):
@@ -242,6 +239,7 @@ class DescriptorContract:
     @proves("profiler_ranges")
     def test_profiler_ranges_of_threads_are_apart(self, accelerator: Accelerator) -> None:
         """Ranges of two threads may overlap without being nested."""
+        _expect_own_ranges(accelerator)
         begun, ended = threading.Event(), threading.Event()
 
         def overlap() -> None:
@@ -274,6 +272,11 @@ class DescriptorContract:
 
 class TestDescriptor(DescriptorContract):
     pass
+
+
+def _expect_own_ranges(accelerator: Accelerator) -> None:
+    own = type(unguarded(accelerator)).profiler_range is not Accelerator.profiler_range
+    expect(own, RANGE, "must be the backend's own where profiler_ranges is declared", "it is the base's")
 
 
 def _local_ranks(accelerator: Accelerator) -> list[int]:
