@@ -141,6 +141,27 @@ def bits(plan: Plan) -> Outcome:
     return Outcome("bits", not failed, f"{len(rows)} ways of training, twice; {told}", detail={"bits": rows})
 
 
+def captured(plan: Plan) -> Outcome:
+    """Replay the optimizer's part of a step as a graph, where the device captures: its bits, and the host's
+    time for it."""
+    facts = _facts(plan, plan.device)
+    if facts is not None and not facts["capabilities"]["graph_capture"]:
+        return Outcome("captured", True, f"{plan.device} captures no graphs")
+    report = plan.scratch / "captured.json"
+    size = "--steps 8" if plan.quick else "--size large --length 512 --steps 40"
+    arguments = ["--device", plan.device, "--json", str(report), *size.split()]
+    done = plan.run("captured", 120, "-m", "benchmarks.captured", *arguments)
+    if done.returncode or not report.exists():
+        return Outcome("captured", False, f"failed; see {LOG}")
+    found = json.loads(report.read_text(encoding="utf-8"))
+    ok = found["same_bits"] and found["replays"] > 0
+    said = (
+        f"{found['replays']} replays, {'the same' if found['same_bits'] else 'OTHER'} bits; the host takes "
+    )
+    said += f"{found['called'] * 1e6:.0f} us to call kernels, {found['replayed'] * 1e6:.0f} us to replay"
+    return Outcome("captured", ok, said, detail=found)
+
+
 def sanitizer(plan: Plan) -> Outcome:
     """Run every kernel under the sanitizer: accesses out of bounds, and races in shared memory."""
     program = SANITIZED.get(plan.device)
@@ -207,7 +228,8 @@ def offload(plan: Plan) -> Outcome:
 
 
 ORDER = (
-    info, bits, shared, conformance, kernels, sanitizer, bandwidth, step, small, compiled, engine, offload,
+    info, bits, shared, conformance, kernels, captured, sanitizer, bandwidth, step, small, compiled, engine,
+    offload,
 )  # fmt: skip
 STEPS = {f.__name__: f for f in ORDER}
 """The steps by name, the most valuable first in case time runs out."""

@@ -29,7 +29,10 @@ from tests.benchmarks.command import Benchmark
 pytestmark = pytest.mark.slow  # starts programs
 
 ROOT = Path(__file__).resolve().parents[2]
-CALLS = ("info,bits,shared,conformance,kernels,sanitizer,bandwidth", "step,small,compiled,engine,offload")
+CALLS = (
+    "info,bits,shared,conformance,kernels,captured,sanitizer,bandwidth",
+    "step,small,compiled,engine,offload",
+)
 """The steps of two calls."""
 HANGS = """
 import time

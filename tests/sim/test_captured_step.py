@@ -39,15 +39,16 @@ def _trained(
     steps: int = STEPS,
     spoiled: int | None = None,
     decay_at: int | None = None,
+    steady: bool = False,
     **settings: Any,
 ) -> tuple[list[float], dict[str, Tensor], int]:
     """Losses, values, and the number of replays. spoiled: a step whose gradients overflow. decay_at: a step
-    at which weight decay changes."""
+    at which weight decay changes. steady: whether the learning rate does not change."""
     engine = _engine(capture, **settings)
     losses = []
     for step in range(steps):
         for group in engine.optimizer.param_groups:
-            group["lr"] = 1e-2 / (1 + step)
+            group["lr"] = 1e-2 / (1 if steady else 1 + step)
             group["weight_decay"] = 0.3 if step == decay_at else group["weight_decay"]
         for _ in range(settings.get("gradient_accumulation_steps", 1)):
             loss = language_loss(engine.module, step, 0)
@@ -77,6 +78,7 @@ def bits_body(context: Context, settings: dict[str, Any]) -> int:
         pytest.param({"optimizer": "sgd"}, STEPS - FIRST, id="momentum"),
         pytest.param({"optimizer": "sgd without momentum"}, STEPS - FIRST, id="sgd"),
         pytest.param({"decay_at": 4}, STEPS - FIRST - FIRST, id="another weight decay"),
+        pytest.param({"decay_at": 4, "steady": True}, STEPS - FIRST - FIRST, id="another at the same rate"),
     ],
 )
 def test_replays_have_the_bits_of_calls(

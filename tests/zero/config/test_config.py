@@ -353,6 +353,7 @@ def test_the_public_face_is_frozen() -> None:
         "cast_buffers",
         "offload",
         "compile",
+        "capture_step",
         "timeout",
         "outlive_launcher",
     ]

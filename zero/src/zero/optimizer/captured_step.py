@@ -8,7 +8,7 @@ the device (`accelz.updates.Update.rates`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ some steps do."""
 PATIENCE = 100
 """Steps without a single replay after which there is a warning."""
 
-Operands = tuple[Hashable, ...]
+Operands = tuple[Any, ...]
 Call = Callable[[Tensor | None], None]
 
 
@@ -45,6 +45,7 @@ class CapturedStep:
         self._steady = 0
         self._calls = 0
         self._refused = False
+        self._rules: dict[int, Rule] = {}  # of the param_groups that are stepped
         self._rates: Tensor | None = None
         self._written: list[float] = []
 
@@ -57,7 +58,7 @@ class CapturedStep:
             return
         self._steady = self._steady + 1 if found is not None and found == self._last else 0
         self._last = found
-        if self._steady < STEADY or not self._capture(turns, call):
+        if self._steady < STEADY or not self._capture(call):
             self._call_kernels(call)
             return
         self._captured = found
@@ -71,17 +72,18 @@ class CapturedStep:
     @in_range("update")
     def _replay(self, turns: Sequence[Turn]) -> None:
         assert self._graph is not None
-        self._write_rates(turns)
+        self._write_rates()
         self._graph.replay()
         for stepped, _ in turns:
-            if _rule(stepped).counts:
+            if stepped.rule is not None and stepped.rule.counts:
                 stepped.remember(())
         self.replays += 1
 
-    def _capture(self, turns: Sequence[Turn], call: Call) -> bool:
+    def _capture(self, call: Call) -> bool:
         """Capture a step and make it; returns whether that was possible."""
         self._graph = self._captured = None  # its memory, before there is another's
-        self._write_rates(turns)
+        self._written = []  # with other settings, weights may decay otherwise at the same lr
+        self._write_rates()
         rates = self._rates
         try:
             self._graph = self._accelerator.streams.capture(lambda: call(rates))
@@ -92,13 +94,13 @@ class CapturedStep:
         self._graph.replay()
         return True
 
-    def _write_rates(self, turns: Sequence[Turn]) -> None:
+    def _write_rates(self) -> None:
         """Write lr, and the factor by which weights decay, of each param_group, if an lr has changed."""
         groups = self._optimizer.param_groups
         found = [float(group["lr"]) for group in groups]
         if found == self._written:
             return
-        rules = _rules(turns)
+        rules = self._rules
         rows = [_rates(rules[i], group) if i in rules else (0.0, 0.0) for i, group in enumerate(groups)]
         if self._rates is None:
             self._rates = torch.empty(len(rows), 2, dtype=torch.float32, device=self._accelerator.device)
@@ -109,35 +111,27 @@ class CapturedStep:
         """All that a step of kernels depends on but for values on the device and learning rates; None if it
         cannot be captured."""
         device, groups = self._accelerator.device, self._optimizer.param_groups
-        settings = [(index, _settings(rule, groups[index])) for index, rule in _rules(turns).items()]
-        found = [_operands_of(stepped, have, device) for stepped, have in turns]
-        if not found or None in found:
-            return None
-        return (_address(factors.scale), _address(factors.skip), tuple(settings), tuple(found))
+        found: list[Any] = [_address(factors.scale), _address(factors.skip)]
+        rules: dict[int, Rule] = {}
+        for stepped, have in turns:
+            tensors = _tensors(stepped, have, device)
+            if tensors is None or stepped.rule is None:
+                return None
+            runs = stepped.runs(())
+            rules |= {stepped.pieces[first].param_group: stepped.rule for first, _ in runs}
+            found += (stepped, runs, *((each.data_ptr(), each.dtype) for each in tensors))
+        self._rules = rules
+        return (*found, *((index, *_settings(rule, groups[index])) for index, rule in rules.items()))
 
 
-def _operands_of(stepped: SteppedSubGroup, have: StepGradients, device: torch.device) -> Operands | None:
+def _tensors(stepped: SteppedSubGroup, have: StepGradients, device: torch.device) -> list[Tensor] | None:
+    """What the kernels of a sub-group read and write; None if they cannot be captured."""
     sub, record = stepped.sub, stepped.record
     if not record.tier.near or sub.streamed or stepped.missing(have.used):
         return None
-    shard, gradient = sub.shard, have.slice.find()
-    tensors = (record.master, *record.moments, shard, gradient, stepped.steps)
-    if any(not isinstance(each, Tensor) or each.device != device for each in tensors):
-        return None
-    if record.opened().master.dtype is not torch.float32:
-        return None
-    runs = tuple((first, window.start, window.stop) for first, window in stepped.runs(()))
-    return stepped, runs, *((each.data_ptr(), each.dtype) for each in tensors if isinstance(each, Tensor))
-
-
-def _rules(turns: Sequence[Turn]) -> dict[int, Rule]:
-    """The rule of each param_group that is stepped."""
-    return {piece.param_group: _rule(stepped) for stepped, _ in turns for piece in stepped.pieces}
-
-
-def _rule(stepped: SteppedSubGroup) -> Rule:
-    assert stepped.rule is not None
-    return stepped.rule
+    values = (record.master, *record.moments, sub.shard, have.slice.find(), stepped.steps)
+    tensors = [each for each in values if isinstance(each, Tensor) and each.device == device]
+    return tensors if len(tensors) == len(values) and tensors[0].dtype is torch.float32 else None
 
 
 def _settings(rule: Rule, group: dict[str, Any]) -> tuple[Any, ...]:
@@ -146,7 +140,7 @@ def _settings(rule: Rule, group: dict[str, Any]) -> tuple[Any, ...]:
 
 def _rates(rule: Rule, group: dict[str, Any]) -> tuple[float, float]:
     nothing = torch.empty(0)
-    moments = dict.fromkeys(rule.moments, nothing)
+    moments: dict[str, Any] = dict.fromkeys(rule.moments, nothing)
     update = rule.update(master=nothing, grad=nothing, step=nothing, **moments, **rule.options(group))
     return update.lr, update.decay
 
