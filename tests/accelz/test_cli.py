@@ -30,8 +30,8 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def _run(*arguments: str) -> Result:
-    return CliRunner().invoke(cli.app, list(arguments))
+def _run(*arguments: object) -> Result:
+    return CliRunner().invoke(cli.app, list(map(str, arguments)))
 
 
 def _line(output: str, name: str) -> str:
@@ -164,6 +164,15 @@ SOUND = {
     "not_run": 0,
     "seconds": 2.0,
     "ranks_tested": 1,
+    "unwritten": [],
+    "versions": {"torch": "2"},
+    "operators": {"core": {"passed": 3, "failed": 0}},
+    "interrupted": False,
+    "not_tried": [],
+    "capabilities": [],
+    "failures": [],
+    "tests": {"a": "skipped"},
+    "ok": True,
 }
 UNTESTED = [{"what": "collectives between ranks", "needs": "2 devices"}]
 
@@ -184,17 +193,7 @@ def test_what_could_not_be_tested_is_said_and_has_a_code_of_its_own(
     code: int,
     verdict: str,
 ) -> None:
-    summary = {
-        **SOUND,
-        "unwritten": [],
-        "versions": {"torch": "2"},
-        "operators": {"core": {"passed": 3, "failed": 0}},
-        "interrupted": False,
-        "not_tried": untested,
-        "capabilities": [],
-        "failures": [],
-        "ok": True,
-    }
+    summary = {**SOUND, "not_tried": untested}
     monkeypatch.setattr(runner, "run", lambda *_, **__: dict(summary))
     done = _run("check", "foo", *options)
     assert done.exit_code == code
@@ -204,6 +203,22 @@ def test_what_could_not_be_tested_is_said_and_has_a_code_of_its_own(
     answer = json.loads(_run("check", "foo", "--json", *options).stdout)
     assert (answer["ok"], answer["exit_code"]) == (not code, code)
     assert answer["not_tried"] == untested
+
+
+def test_a_report_is_written_beside_what_people_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what was better before is not simply said to pass."""
+    monkeypatch.setattr(runner, "run", lambda *_, **__: dict(SOUND))
+    first, second = tmp_path / "first.json", tmp_path / "second.json"
+    done = _run("check", "foo", "--report", first)
+    assert (done.exit_code, "foo passes: " in done.stdout) == (0, True)
+    assert first.read_text() == _run("check", "foo", "--json").stdout.rstrip()
+    first.write_text(json.dumps({**SOUND, "tests": {"a": "passed"}}))
+    done = _run("check", "foo", "--report", second, "--against", first)
+    assert done.exit_code == json.loads(second.read_text())["exit_code"] == 1
+    assert "foo passes, but less than before: " in done.stdout
+    nowhere = tmp_path / "nowhere" / "report.json"
+    done = _run("check", "foo", "--report", nowhere)
+    assert (done.exit_code, f"there is no folder {nowhere.parent}" in done.stderr) == (2, True)
 
 
 @pytest.mark.parametrize("seconds", ["inf", "nan", "1e300", "0.5"])

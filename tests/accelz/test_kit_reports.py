@@ -64,6 +64,7 @@ def test_what_is_worse_and_what_is_better_is_told() -> None:
         ("{", "is no report"),
         ("[]", "is no report"),
         ('{"device": "foo"}', "has no capabilities, tests, versions"),
+        ("{}", "has no capabilities, device, tests, versions"),
         (
             '{"device": "bar", "versions": {}, "capabilities": [], "tests": {}}',
             "is a report of 'bar', not of",

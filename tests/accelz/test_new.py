@@ -132,14 +132,14 @@ def test_it_has_a_workflow_that_runs_the_kit(tmp_path: Path) -> None:
     workflow = (folder / ".github/workflows/conformance.yml").read_text()
     assert "runs-on: ubuntu-latest # a runner that has the device: [self-hosted, foo]" in workflow
     assert "actions/workflows/conformance.yml/badge.svg" in (folder / "README.md").read_text()
-    command = re.search(r"run: (accelz check .*) > new-report.json", workflow)
+    command = re.search(r"run: (accelz check .*)", workflow)
     assert command is not None
     for stored, expected in ((False, ""), (True, " --against report.json")):
         (tmp_path / "report.json").touch() if stored else None
         shown = subprocess.run(
             ["bash", "-c", f"echo {command[1]}"], cwd=tmp_path, capture_output=True, text=True, check=True
         )
-        assert shown.stdout == f"accelz check foo --json{expected}\n"
+        assert shown.stdout == f"accelz check foo --report new-report.json{expected}\n"
 
 
 def test_the_packages_own_tests_are_the_kits(tmp_path: Path, foo: Path) -> None:

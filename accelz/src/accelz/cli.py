@@ -165,7 +165,10 @@ def check(
         bool, typer.Option("--quick", help="Leave out four ranks, failing ranks, leaks and generated code.")
     ] = False,
     against: Annotated[
-        Path | None, typer.Option(help="Compare with an earlier answer of --json, in this file.")
+        Path | None, typer.Option(help="Compare with an earlier report, in this file.")
+    ] = None,
+    report: Annotated[
+        Path | None, typer.Option(help="Write the report, as --json prints it, to this file too.")
     ] = None,
     allow_untested: Annotated[
         bool,
@@ -185,6 +188,8 @@ def check(
         raise AccelzError(f"--timeout is {timeout:g}; it must be from 1 to {MOST_SECONDS:g} seconds")
     patience()  # raises here if invalid: the ranks' own error would be lost in a report
     earlier = comparison.read(against, name) if against else None
+    if report and not report.parent.is_dir():  # which is better known before the kit has run
+        raise AccelzError(f"--report {report}: there is no folder {report.parent}")
     summary = run(name, only, show=not as_json, timeout=timeout, quick=quick)
     if earlier:
         summary["against"] = comparison.compare(earlier, summary)
@@ -192,8 +197,11 @@ def check(
     lacking = summary["not_tried"] and not chosen
     worse = bool(earlier and summary["against"]["worse"])
     code = 1 if worse or not summary["ok"] else 3 if lacking and not allow_untested else 0
+    told = {**summary, "ok": not code, "exit_code": code}
+    if report:
+        report.write_text(json.dumps(told, indent=2))
     if as_json:
-        _print_json({**summary, "ok": not code, "exit_code": code})
+        _print_json(told)
     else:
         _print_check(Console(width=None if sys.stdout.isatty() else UNLIMITED), summary, chosen)
     raise typer.Exit(code)
@@ -377,6 +385,8 @@ def _print_check(console: Console, summary: dict[str, Any], chosen: str) -> None
         verdict, style = "has not failed so far", "bold yellow"
     elif not summary["ok"]:
         verdict, style = "does not conform", "bold red"
+    elif "against" in summary and summary["against"]["worse"]:
+        verdict, style = "passes, but less than before", "bold red"
     elif untested:
         verdict, style = "is NOT FULLY TESTED, and passes what could be tested here", "bold yellow"
     else:

@@ -15,16 +15,15 @@ def read(path: Path, device: str) -> dict[str, Any]:
     """An earlier answer of `accelz check --json`. Raises AccelzError if `path` is none for this backend."""
     try:
         report = json.loads(path.read_text())
-        known = report["device"]
-        lacking = {"versions", "capabilities", "tests"} - set(report)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        lacking = {"device", "versions", "capabilities", "tests"} - set(report)
+    except (OSError, ValueError, TypeError) as error:
         raise AccelzError(f"{path} is no report of `accelz check --json`: {error}") from error
     if lacking:
         raise AccelzError(
             f"{path} is no report of `accelz check --json`: it has no {', '.join(sorted(lacking))}"
         )
-    if known != device:
-        raise AccelzError(f"{path} is a report of {known!r}, not of {device!r}")
+    if report["device"] != device:
+        raise AccelzError(f"{path} is a report of {report['device']!r}, not of {device!r}")
     assert isinstance(report, dict)
     return report
 
