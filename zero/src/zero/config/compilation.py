@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import field_validator
-
 from zero.config.validated import Bytes, Converted, Validated, held
 
 
@@ -26,13 +24,6 @@ class Compile(Validated):
 
     inner: Literal["inductor", "aot_eager"] = "inductor"
     fuse_casts: bool = True
-    prefetch_budget: Converted[Bytes | None, int | str | None] = held(None, ge=0)
+    prefetch_budget: Converted[Bytes | None, int | str | None] = held(None)
     persist_budget: Converted[Literal["auto"] | Bytes, int | str] = held(0)
     dynamic: bool | None = None
-
-    @field_validator("persist_budget")
-    @classmethod
-    def _not_negative(cls, value: int | str) -> int | str:
-        if isinstance(value, int) and value < 0:
-            raise ValueError("must be 'auto' or a number of bytes, at least 0")
-        return value

@@ -129,7 +129,7 @@ def convert(given: Mapping[str, Any], world_size: int | None) -> tuple[Config, B
         "clip_norm": leaves.take("gradient_clipping", 0.0) or None,
         "reduce_dtype": leaves.choose("communication_data_type", DTYPES),
         "gather_dtype": "int8" if leaves.take(zero + "zero_quantized_weights", False) else None,
-        "shard_ranks": _shard_ranks(leaves, zero),
+        "shard_ranks": None if (ranks := leaves.take(zero + "mics_shard_size", -1)) < 0 else ranks,
         "persistent_below": leaves.take(zero + "stage3_param_persistence_threshold", 0),
         "compile": bool(leaves.take("compile.deepcompile", False)),
         "offload": _offload(leaves, zero),
@@ -143,7 +143,8 @@ class _Leaves:
     """Values by path, each to be taken once. Values that are off (false) or unset (null) are left out."""
 
     def __init__(self, given: Mapping[str, Any]) -> None:
-        self._values = dict(leaf for leaf in _flatten(given) if not _is_off(*leaf))
+        leaves = [(path, value) for path, value in _flatten(given) if value != NEUTRAL.get(path)]
+        self._values = {path: value for path, value in leaves if value is not None and value is not False}
         self._known = {*TUNING}
         self._problems: list[str] = []
 
@@ -205,10 +206,6 @@ class _Leaves:
         return f"unknown; did you mean {near[0]!r}?" if near else "no counterpart; remove it"
 
 
-def _is_off(path: str, value: Any) -> bool:
-    return value is None or value is False or (path in NEUTRAL and value == NEUTRAL[path])
-
-
 def _flatten(given: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield leaves with their paths, without sections that are not enabled."""
     if given.get("enabled", True) in (False, None):
@@ -236,11 +233,6 @@ def _batch_sizes(leaves: _Leaves, ranks: int) -> BatchSizes:
             f"times {_SIZES[2]!r}. This would fit: {would}"
         )
     return BatchSizes(*fitting)
-
-
-def _shard_ranks(leaves: _Leaves, zero: str) -> int | None:
-    ranks = leaves.take(zero + "mics_shard_size", -1)
-    return None if ranks < 0 else ranks
 
 
 def _precision(leaves: _Leaves) -> dict[str, Any]:

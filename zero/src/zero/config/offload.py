@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from zero.config.paths import as_path
-from zero.config.validated import Converted, Validated, as_bytes, held
+from zero.config.validated import Bytes, Converted, Validated, held
 
 TierName = Literal["device", "host", "disk"]
 Kind = Literal["optimizer", "params", "gradients", "activations"]
@@ -18,18 +18,18 @@ Kind = Literal["optimizer", "params", "gradients", "activations"]
 class Parts(Validated):
     """Fraction of each kind of state that leaves the device, above 0 and at most 1. None: all of it."""
 
-    optimizer: float | None = None
-    params: float | None = None
-    gradients: float | None = None
-    activations: float | None = None
+    optimizer: float | None = Field(default=None, gt=0, le=1)
+    params: float | None = Field(default=None, gt=0, le=1)
+    gradients: float | None = Field(default=None, gt=0, le=1)
+    activations: float | None = Field(default=None, gt=0, le=1)
 
 
 class Budgets(Validated):
     """Bytes of host memory per rank, by kind of state. None: not given; see `Offload.host_budget`."""
 
-    optimizer: int | None = None
-    params: int | None = None
-    gradients: int | None = None
+    optimizer: Converted[Bytes | None, int | str | None] = held(None)
+    params: Converted[Bytes | None, int | str | None] = held(None)
+    gradients: Converted[Bytes | None, int | str | None] = held(None)
 
 
 class Offload(Validated):
@@ -81,34 +81,14 @@ class Offload(Validated):
     path: Converted[Path | None, Path | str | None] = held(None)
     compact: bool = False
 
-    @field_validator("fraction", mode="before")
+    @field_validator("fraction", "host_budget", mode="before")
     @classmethod
-    def _by_kind(cls, value: Any) -> Any:
-        if isinstance(value, Parts):
+    def _by_kind(cls, value: Any, info: ValidationInfo) -> Any:
+        if isinstance(value, (Parts, Budgets)):
             return value
-        parts = value if isinstance(value, Mapping) else {"optimizer": value}
-        for kind, part in parts.items():
-            if kind not in get_args(Kind):
-                raise ValueError(f"{kind!r} is not a kind of state; known: {', '.join(get_args(Kind))}")
-            if isinstance(part, bool) or not isinstance(part, (int, float)) or not 0 < part <= 1:
-                raise ValueError(f"the fraction of {kind} must be a number above 0 and at most 1")
-        return Parts(**{kind: float(part) for kind, part in parts.items()})
-
-    @field_validator("host_budget", mode="before")
-    @classmethod
-    def _bytes_by_kind(cls, value: Any) -> Any:
-        if isinstance(value, Budgets):
-            return value
-        budgets = value if isinstance(value, Mapping) else {"optimizer": value}
-        found = {kind: as_bytes(each) for kind, each in budgets.items()}
-        for kind, nbytes in found.items():
-            if kind not in Budgets.model_fields:
-                raise ValueError(f"{kind!r} has no budget; known: {', '.join(Budgets.model_fields)}")
-            if nbytes is not None and (isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 0):
-                raise ValueError(
-                    f"the budget for {kind} must be a number of bytes, at least 0, or e.g. '8GiB'"
-                )
-        return Budgets(**found)
+        given = value if isinstance(value, Mapping) else {"optimizer": value}
+        of_kinds = Parts if info.field_name == "fraction" else Budgets
+        return of_kinds(**{str(kind): each for kind, each in given.items()})
 
     @field_validator("path", mode="before")
     @classmethod
@@ -129,8 +109,8 @@ class Offload(Validated):
                 "sub_group_size applies to offloaded optimizer state: set optimizer='host' or 'disk'"
             )
         for kind in get_args(Kind):
-            for name, value in (("fraction", self._fraction(kind)), ("host_budget", self.budget(kind))):
-                if value is not None and getattr(self, kind) in ("device", None):
+            for name, given in (("fraction", self.fraction), ("host_budget", self.host_budget)):
+                if getattr(given, kind, None) is not None and getattr(self, kind) in ("device", None):
                     raise ValueError(
                         f"{name} applies to what leaves the device, but {kind} does not: set {kind}='host' "
                         "or 'disk'"
@@ -158,17 +138,13 @@ class Offload(Validated):
 
     def part(self, kind: Kind) -> float:
         """Fraction, of 1, of a kind of state that leaves the device if the kind is not set to stay there."""
-        part = self._fraction(kind)
-        return 1.0 if part is None else part
+        part: float = getattr(self.fraction, kind) or 1.0
+        return part
 
     def budget(self, kind: Kind) -> int | None:
         """Bytes of host memory for a kind of state; None: not given."""
         budget: int | None = getattr(self.host_budget, kind, None)
         return budget
-
-    def _fraction(self, kind: Kind) -> float | None:
-        part: float | None = getattr(self.fraction, kind)
-        return part
 
 
 class MeasuredOffload(Offload):

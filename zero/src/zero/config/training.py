@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field, field_serializer, field_validator, model_validator
@@ -103,7 +103,7 @@ class Config(Validated):
     autocast_modules: tuple[type[nn.Module] | str, ...] = ()
     exact_parameters: ParameterRule = ()
     clip_norm: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    loss_scale: Literal["dynamic"] | float | None = None
+    loss_scale: Literal["dynamic"] | Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     loss_scale_window: int = Field(default=2000, ge=1)
     whole_parameters: bool | None = None
     moments: Moments = "fp32"
@@ -163,13 +163,6 @@ class Config(Validated):
     @classmethod
     def _as_settings(cls, value: Any) -> Any:
         return (Compile() if value else None) if isinstance(value, bool) else value
-
-    @field_validator("loss_scale")
-    @classmethod
-    def _positive_scale(cls, value: float | str | None) -> float | str | None:
-        if isinstance(value, float) and not 0 < value < float("inf"):
-            raise ValueError("must be 'dynamic' or a positive, finite number")
-        return value
 
     @model_validator(mode="after")
     def _fp16_is_scaled(self) -> Config:

@@ -39,7 +39,7 @@ def as_bytes(value: Any) -> Any:
         raise ValueError(str(error)) from None
 
 
-Bytes = Annotated[int, BeforeValidator(as_bytes)]
+Bytes = Annotated[int, BeforeValidator(as_bytes), Field(ge=0)]
 """A number of bytes; a size such as "8GiB" becomes one."""
 Held = TypeVar("Held")
 Given = TypeVar("Given")
@@ -60,9 +60,9 @@ else:
             return types[0]
 
 
-def held(default: Any, **limits: Any) -> Any:
+def held(default: Any) -> Any:
     """The default of a converted field, as it is held."""
-    return Field(default=default, **limits)
+    return Field(default=default)
 
 
 def _explain(kind: type[BaseModel], error: ValidationError) -> str:
