@@ -29,10 +29,7 @@ NAME = "rank-00000.safetensors"
 
 
 def convert(
-    source: Source,
-    out: str | Path,
-    options: Options | None = None,
-    progress: OnProgress = lambda *_: None,
+    source: Source, out: str | Path, options: Options | None = None, progress: OnProgress = lambda *_: None
 ) -> Written:
     """Write the weights of `source` as the checkpoint `out`.
 
@@ -50,7 +47,9 @@ def convert(
     def complete(directory: Path) -> None:
         path = directory / NAME
         table = _checksums(path, layout, options)
-        _append(path, layout.checksums_at, table)
+        with closing(DISK.reopen(path)) as file:
+            file.write(layout.checksums_at, [memoryview(table)])
+            file.sync()
         report = {**layout.report(NAME, table), "values": {}, "rng": {}, "state": {}}
         DISK.remove(directory / MANIFEST)
         write_whole(DISK, directory / MANIFEST, assemble(_described(source, plan), [report]))
@@ -69,10 +68,8 @@ def _checksums(path: Path, layout: RankLayout, options: Options) -> bytes:
         for stretch, place in zip(layout.stretches, layout.places, strict=True):
             for first in range(0, stretch.nbytes, limit):
                 nbytes = min(limit, stretch.nbytes - first)
-                yield Chunk(
-                    nbytes,
-                    partial(_sum, opened, place + first, nbytes, table, block + first // CHECKSUM_BLOCK),
-                )
+                number = block + first // CHECKSUM_BLOCK
+                yield Chunk(nbytes, partial(_sum, opened, place + first, nbytes, table, number))
             block += stretch.blocks
 
     with closing(opened):
@@ -88,12 +85,6 @@ def _sum(file: File, offset: int, nbytes: int, table: bytearray, block: int, pag
     sums = block_sums(values)
     table[4 * block : 4 * block + len(sums)] = sums
     return values
-
-
-def _append(path: Path, offset: int, data: bytes) -> None:
-    with closing(DISK.reopen(path)) as file:
-        file.write(offset, [memoryview(data)])
-        file.sync()
 
 
 def _described(source: Source, plan: OutputPlan) -> dict[str, Any]:

@@ -126,15 +126,32 @@ def publish(
 ) -> Written:
     """Carry out a plan. complete: called with the directory before it gets its name, to add files to it."""
     limit = chunk_bytes(options.memory, options.workers)
-    job = _Job(source, plan, Converter(plan, source.tensors), storage, options.workers, limit, progress)
+    converter = Converter(plan, source.tensors)
+    tensors = [tensor for file in plan.files for tensor in file.tensors]
+    every = frozenset(tensor.tensor for tensor in tensors)
+
+    def go_over(
+        what: str, read: frozenset[int], counted: frozenset[int], handle: Callable[[Chunk, Buffers], int]
+    ) -> None:
+        told = _adding_up(progress, what, sum(t.nbytes for t in tensors if t.tensor in counted))
+        chunks = _typed(source, source.chunks(read, limit))
+        run(chunks, options.workers, limit, lambda chunk, buffers: told(handle(chunk, buffers)))
+
     with translated(out, sum(file.nbytes for file in plan.files)):
         staging = Staging(storage, out, options.overwrite)
         staging.begin(_fingerprint(source, plan))
         try:
-            job.write(staging.path)
+            with closing(Output(storage, staging.path, plan, converter)) as output:
+                pending = frozenset(output.pending)
+                # If checksums cover whole records, only reading all of a record reveals damage in it, so what
+                # an earlier run has written is read again.
+                go_over("writing", every if source.sums_records else pending, pending, output.write)
+                with typed(source.path):
+                    source.finish()
             complete(staging.path)
             if options.verify:
-                job.compare(staging.path)
+                with comparing(storage, staging.path, plan, converter) as compare:
+                    go_over("verifying", every, every, compare)
             staging.commit()
         except Exception:
             staging.abandon()
@@ -142,10 +159,9 @@ def publish(
         finally:
             staging.release()
     names = tuple(file.name for file in plan.files)
-    tensors = sum(len(file.tensors) for file in plan.files)
-    overflowed = tuple(sorted(job.converter.overflowed))
+    overflowed = tuple(sorted(converter.overflowed))
     left = source.left_out, plan.excluded(source.tensors), source.missing
-    return Written(staging.out, names, tensors, plan.payload, overflowed, *left)
+    return Written(staging.out, names, len(tensors), plan.payload, overflowed, *left)
 
 
 def verify(
@@ -203,62 +219,13 @@ def _adding_up(progress: OnProgress, what: str, total: int) -> Callable[[int], N
     return told
 
 
-@dataclass(frozen=True)
-class _Job:
-    """The passes over a source. limit: the bytes of a chunk at most."""
-
-    source: Source
-    plan: OutputPlan
-    converter: Converter
-    storage: Storage
-    workers: int
-    limit: int
-    progress: OnProgress
-
-    def write(self, directory: Path) -> None:
-        """Write everything that is not there yet."""
-        with closing(Output(self.storage, directory, self.plan, self.converter)) as output:
-            pending = frozenset(output.pending)
-            # If checksums cover whole records, only reading all of a record reveals damage in it, so what an
-            # earlier run has written is read again.
-            read = self._every if self.source.sums_records else pending
-            self._pass("writing", read, pending, output.write)
-            with typed(self.source.path):
-                self.source.finish()
-
-    def compare(self, directory: Path) -> None:
-        """Compare everything that was written, read from the disk, with the source."""
-        with comparing(self.storage, directory, self.plan, self.converter) as compare:
-            self._pass("verifying", self._every, self._every, compare)
-
-    @property
-    def _every(self) -> frozenset[int]:
-        return frozenset(chosen.tensor for file in self.plan.files for chosen in file.tensors)
-
-    def _pass(
-        self,
-        what: str,
-        read: frozenset[int],
-        counted: frozenset[int],
-        handle: Callable[[Chunk, Buffers], int],
-    ) -> None:
-        nbytes = sum(t.nbytes for file in self.plan.files for t in file.tensors if t.tensor in counted)
-        told = _adding_up(self.progress, what, nbytes)
-        chunks = _typed(self.source, self.source.chunks(read, self.limit))
-        run(chunks, self.workers, self.limit, lambda chunk, buffers: told(handle(chunk, buffers)))
-
-
 def _fingerprint(source: Source, plan: OutputPlan) -> bytes:
     """A digest of what a run is about to write, by which a later run knows whether it has the same plan."""
-    files = [
-        [
-            file.name,
-            file.nbytes,
-            [(offset, hashlib.sha256(content).hexdigest()) for offset, content in file.fixed],
-            [(t.tensor, t.name, t.dtype, file.offsets[t.tensor]) for t in file.tensors],
-        ]
-        for file in plan.files
-    ]
+    files = []
+    for file in plan.files:
+        fixed = [(offset, hashlib.sha256(content).hexdigest()) for offset, content in file.fixed]
+        tensors = [(t.tensor, t.name, t.dtype, file.offsets[t.tensor]) for t in file.tensors]
+        files.append((file.name, file.nbytes, fixed, tensors))
     text = json.dumps([source.identity, files])
     return hashlib.sha256(text.encode()).hexdigest().encode()
 

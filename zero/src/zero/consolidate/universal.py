@@ -31,13 +31,7 @@ from zero.files.dtypes import TORCH
 from zero.files.manifest import Manifest, ParameterEntry, model_key, state_key
 from zero.files.storage import DISK
 from zero.loading.tensor_reader import TensorReader
-from zero.sources.deepspeed_files import (
-    LATEST_UNIVERSAL,
-    MASTERS,
-    SHARDED_MODEL,
-    WHOLE_MODEL,
-    master_file,
-)
+from zero.sources.deepspeed_files import LATEST_UNIVERSAL, MASTERS, SHARDED_MODEL, WHOLE_MODEL, master_file
 from zero.sources.zero_checkpoint import ZeroSource, elementwise_state
 
 _VERSION = "0.19.8"  # of DeepSpeed, whose layout this is

@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, partial
 from itertools import product
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -28,12 +28,8 @@ class Run(NamedTuple):
 
 
 Runs = tuple[tuple[Run, ...], ...]  # by dimension
+Stride = tuple[int, ...] | None  # in elements; None: row-major
 Stored = TypeVar("Stored")
-
-
-class _HasRuns(Protocol):
-    @property
-    def runs(self) -> Runs: ...
 
 
 class Box(NamedTuple):
@@ -108,7 +104,7 @@ class Block(NamedTuple, Generic[Stored]):
 
     key: Stored
     region: Region
-    stride: tuple[int, ...] | None
+    stride: Stride
 
 
 def indices(sizes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
@@ -127,7 +123,7 @@ def count_stretches(box: Box, shape: tuple[int, ...]) -> int:
     return math.prod(box.sizes[: cut[-1]]) if cut and box.numel else min(1, box.numel)
 
 
-def is_partition(parts: Iterable[_HasRuns], shape: tuple[int, ...]) -> bool:
+def is_partition(parts: Iterable[Box | Region], shape: tuple[int, ...]) -> bool:
     """Whether boxes or regions hold each element of a tensor exactly once, in time and memory that their
     number sets.
 
@@ -141,7 +137,7 @@ def is_partition(parts: Iterable[_HasRuns], shape: tuple[int, ...]) -> bool:
     def power(dimension: int, exponent: int) -> int:
         return pow(points[dimension], exponent, _PRIME)
 
-    def value(part: _HasRuns) -> int:
+    def value(part: Box | Region) -> int:
         result = 1  # times (x₁ - 1) (x₂ - 1) …
         for d, runs in enumerate(part.runs):
             result = result * sum(power(d, low + size) - power(d, low) for low, size in runs) % _PRIME
@@ -201,7 +197,7 @@ def read_region(
     read: Callable[[Stored, int, memoryview], None],
     blocks: Iterable[Block[Stored]],
     region: Region,
-    stride: tuple[int, ...] | None,
+    stride: Stride,
     item: int,
     start: int,
     into: memoryview,
@@ -227,7 +223,7 @@ def read_region(
                 read_box(there, steps, item, partial(read, block.key), room[here.slices], gap)
 
 
-def memory_order(stride: tuple[int, ...] | None, dimensions: int) -> tuple[int, ...]:
+def memory_order(stride: Stride, dimensions: int) -> tuple[int, ...]:
     """The dimensions from the slowest in memory to the fastest. stride None: row-major."""
     return tuple(sorted(range(dimensions), key=lambda d: 0 if stride is None else -stride[d]))
 
@@ -238,12 +234,7 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def read_box(
-    box: Box,
-    stride: tuple[int, ...],
-    item: int,
-    read: Callable[[int, memoryview], None],
-    into: Any,
-    gap: int,
+    box: Box, stride: tuple[int, ...], item: int, read: Callable[[int, memoryview], None], into: Any, gap: int
 ) -> None:
     """Fill `into`, an array of the box's sizes, with a box of a tensor.
 

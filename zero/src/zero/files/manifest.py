@@ -17,7 +17,7 @@ from zlib import crc32
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from zero.files.boxes import Block, Region, Run, is_partition, row_major
+from zero.files.boxes import Block, Region, Run, Stride, is_partition, row_major
 from zero.files.value_forms import RandomStates, check_value
 
 VERSION = 1
@@ -63,7 +63,7 @@ class Sized:
 
     dtype: str
     shape: tuple[int, ...]
-    stride: tuple[int, ...] | None
+    stride: Stride
 
     @property
     def numel(self) -> int:
@@ -342,11 +342,7 @@ class Manifest(_Record):
     def wholes(self) -> dict[str, WholeTensor]:
         """The tensors that are stored in blocks, by the key that they would have as one."""
         found = {}
-        averages = {
-            AVERAGE + key.removeprefix(AVERAGE).partition("/")[0] + "/"
-            for key in self.tensors
-            if key.startswith(AVERAGE)
-        }
+        averages = {"/".join(key.split("/")[:2]) + "/" for key in self.tensors if key.startswith(AVERAGE)}
         for parameter in (p for p in self.parameters if p.blocks):
             states = (state_key(key, "") for key in parameter.state)
             for prefix in (model_key(""), *sorted(averages), *states):

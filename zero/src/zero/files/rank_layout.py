@@ -11,13 +11,7 @@ from typing import Any, NamedTuple
 from zlib import crc32
 
 from zero.errors import CheckpointError
-from zero.files.manifest import (
-    CHECKSUM_BLOCK,
-    CHECKSUMS,
-    ITEM_BYTES,
-    LARGEST_TABLE,
-    LONGEST_HEADER,
-)
+from zero.files.manifest import CHECKSUM_BLOCK, CHECKSUMS, ITEM_BYTES, LARGEST_TABLE, LONGEST_HEADER
 from zero.files.safetensors_header import lay_out
 
 _METADATA = {"format": "pt", "whole": "see manifest.json"}

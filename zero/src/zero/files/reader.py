@@ -220,9 +220,8 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
             raise CorruptCheckpointError(f"{file.path} ends at byte {at + values.nbytes}, within {key!r}")
         for offset in range(0, wanted, block):
             number = 4 * (piece.block + (begin + offset) // block)
-            if crc32(values[offset : offset + block]) != int.from_bytes(
-                checksums[number : number + 4], "little"
-            ):
+            expected = int.from_bytes(checksums[number : number + 4], "little")
+            if crc32(values[offset : offset + block]) != expected:
                 raise CorruptCheckpointError(
                     f"{file.path} is damaged: the checksum of {key!r} does not match at bytes "
                     f"{at + offset} to {at + min(offset + block, wanted)}; load another checkpoint"

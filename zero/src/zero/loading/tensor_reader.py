@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from accelz import HOST
-from zero.files.boxes import Region, memory_order, read_region
+from zero.files.boxes import Region, Stride, memory_order, read_region
 from zero.files.dtypes import TORCH
 from zero.files.manifest import Sized, blocks_of
 from zero.files.stream import CHUNK
@@ -38,12 +38,7 @@ class TensorReader:
         self._buffer: Tensor | None = None
 
     def fill(
-        self,
-        key: str,
-        target: Tensor,
-        start: int,
-        stride: tuple[int, ...] | None,
-        region: Region | None = None,
+        self, key: str, target: Tensor, start: int, stride: Stride, region: Region | None = None
     ) -> None:
         """Fill `target` with a stored tensor's elements from `start` on, cast to the target's dtype.
 
@@ -59,7 +54,7 @@ class TensorReader:
             self._read(key, entry, start + first, stride, region, bytes_of(staged))
             part.copy_(staged.view(dtype))
 
-    def _room(self, key: str, entry: Sized, stride: tuple[int, ...] | None, nbytes: int) -> Tensor:
+    def _room(self, key: str, entry: Sized, stride: Stride, nbytes: int) -> Tensor:
         """The bytes to stage values in, of `nbytes` that are wanted in the memory order given by `stride`."""
         order = memory_order(stride, len(entry.shape))
         turned = any(memory_order(b.stride, len(order)) != order for b in blocks_of(key, entry))
@@ -70,13 +65,7 @@ class TensorReader:
         return self._buffer
 
     def _read(
-        self,
-        key: str,
-        entry: Sized,
-        start: int,
-        stride: tuple[int, ...] | None,
-        region: Region | None,
-        into: memoryview,
+        self, key: str, entry: Sized, start: int, stride: Stride, region: Region | None, into: memoryview
     ) -> None:
         blocks = blocks_of(key, entry)
         if region is None and blocks[0].key == key and entry.stride == stride:

@@ -29,16 +29,10 @@ def stride_of(spec: ParameterSpec) -> tuple[int, ...] | None:
 def targets(module: nn.Module) -> list[Target]:
     """All parameters and persistent buffers. Parameters need not have values (sharded or deferred ones)."""
     entries, packed = entries_of(module), packed_leaves(module)
-    parameters = [
-        Target(
-            first,
-            tuple(p.shape),
-            p.is_floating_point(),
-            tuple(aliases),
-            name_of(p.dtype, first) if p in packed else None,
-        )
-        for p, (first, *aliases) in entries.parameters.items()
-    ]
+    parameters = []
+    for p, (first, *aliases) in entries.parameters.items():
+        dtype = name_of(p.dtype, first) if p in packed else None
+        parameters.append(Target(first, tuple(p.shape), p.is_floating_point(), tuple(aliases), dtype))
     return parameters + [
         Target(n, tuple(b.shape), b.is_floating_point() or b.is_complex()) for n, b in entries.buffers.items()
     ]

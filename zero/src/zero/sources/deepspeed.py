@@ -10,17 +10,15 @@ from typing import Any, NamedTuple
 
 from zero.errors import CheckpointError, CorruptCheckpointError
 from zero.sources.deepspeed_files import STAND_INS, master_file, model_files, optimizer_files
-from zero.sources.flat_groups import stage2, stage3
+from zero.sources.flat_groups import GroupStretch, stage2, stage3
 from zero.sources.inert_pickle import StoredTensor, refusal, shape_of, strangers_in, tensors_in
 from zero.sources.record_source import RecordSource
 from zero.sources.source import TensorInfo, TensorKind
 from zero.sources.torch_file import TorchFile
 
 Shape = tuple[int, ...]
-_FLAT_GROUPS = {
-    False: "single_partition_of_fp32_groups",
-    True: "fp32_flat_groups",
-}  # by whether it is stage 3
+# By whether it is stage 3.
+_FLAT_GROUPS = {False: "single_partition_of_fp32_groups", True: "fp32_flat_groups"}
 _READ = ("zero_stage", "partition_count", "param_alignment_paddings")
 _READ_OF_MODEL = (
     "module", "buffer_names", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params"
@@ -167,13 +165,11 @@ class ShardedSource(DeepSpeedWeights):
             places = stage3(groups, sizes)
         else:
             places = stage2(groups, sizes, states[0].get("param_alignment_paddings"))
-        return {
-            name: [
-                FileStretch(s.start, files[s.rank], flat[s.rank][s.group], s.first, s.length)
-                for s in stretches
-            ]
-            for name, stretches in places
-        }
+
+        def in_file(s: GroupStretch) -> FileStretch:
+            return FileStretch(s.start, files[s.rank], flat[s.rank][s.group], s.first, s.length)
+
+        return {name: [*map(in_file, stretches)] for name, stretches in places}
 
     def more_facts(self) -> dict[str, Any]:
         return {**super().more_facts(), "world size": self._ranks, "stage": self._stage}

@@ -57,10 +57,8 @@ def stage2(
             if position + numel > ends[-1]:
                 raise CorruptCheckpointError(f"the masters of group {number} end within {name!r}")
             stretches = _cut(position, numel, ends)
-            yield (
-                name,
-                [GroupStretch(at, rank, number, first, length) for at, rank, first, length in stretches],
-            )
+            found = [GroupStretch(at, rank, number, first, length) for at, rank, first, length in stretches]
+            yield name, found
             position += numel + gap
         _check_rest(number, position, ends[-1], 2 * len(sizes))
 
@@ -100,14 +98,12 @@ def stage3(
         share = -(-numel // ranks)
         if position + share > ends[-1]:
             raise CorruptCheckpointError(f"the masters end within {name!r}")
-        yield (
-            name,
-            [
-                GroupStretch(rank * share + at, rank, group, first, length)
-                for rank in range(ranks)
-                for at, group, first, length in _cut(position, min(share, numel - rank * share), ends)
-            ],
-        )
+        found = [
+            GroupStretch(rank * share + at, rank, group, first, length)
+            for rank in range(ranks)
+            for at, group, first, length in _cut(position, min(share, numel - rank * share), ends)
+        ]
+        yield name, found
         position += share
     if position != ends[-1]:
         raise CorruptCheckpointError(f"each rank has {ends[-1]} masters, and its parameters need {position}")

@@ -111,10 +111,7 @@ class RecordSource(Source):
         """Open a file of the source, to read its records."""
         with typed(path):
             self._open[path] = DISK.open(path, direct=True)
-        self.add_records(Key(path, record) for record in records)
-
-    def add_records(self, keys: Iterable[Key]) -> None:
-        self._records.update(dict.fromkeys(keys))
+        self._records.update({Key(path, record): None for record in records})
 
     def place_stretch(
         self, tensor: int, path: Path, record: FileRecord, start: int, length: int, offset: int = 0
