@@ -266,7 +266,7 @@ def crowded_body(context: Context, nth: int) -> dict[str, Any]:
     policy._place = crowded  # type: ignore[method-assign]
     for step in range(5):
         losses.append(one_step(engine, step))
-        there = [owned for owned in policy._optimizer.subs if owned.sub.record.tier.name == "device"]
+        there = [owned for owned in policy.optimizer.subs if owned.sub.record.tier.name == "device"]
         assert set(there) == set(policy._near)
         near.append(len(there))
     return {"losses": losses, "near": near}

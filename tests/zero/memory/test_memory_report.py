@@ -8,7 +8,7 @@ import pickle
 import re
 import types
 from collections.abc import Callable
-from dataclasses import astuple
+from dataclasses import astuple, fields
 from pathlib import Path
 from typing import Any
 
@@ -182,7 +182,7 @@ def test_the_picture_is_over_seconds_and_adds_up() -> None:
     (figure,) = pages.figures(report.to_html()).values()
     areas, _, begins, names = figure["layer"]
     assert areas["mark"]["interpolate"] == "step-before"  # what a point reports is of the time before it
-    drawn = [(row[X], sum(row[name] for name in Use.__annotations__)) for row in pages.rows(figure)]
+    drawn = [(row[X], sum(row[each.name] for each in fields(Use))) for row in pages.rows(figure)]
     assert drawn == [(0, 60), (1000, 100), (4000, 90)]
     assert begins["data"]["values"] == [{X: 1000}]
     assert names["data"]["values"] == [{X: 500, "label": "forward"}, {X: 2500, "label": "step"}]

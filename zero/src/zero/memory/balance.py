@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import InitVar, dataclass, replace
 from typing import Any
 
 import torch
@@ -31,7 +31,6 @@ from zero.optimizer.stepped import SteppedSubGroup
 from zero.sharding.lifetime import weakly
 from zero.sharding.sharded_unit import ShardedUnit
 from zero.tiers.room import usable
-from zero.tiers.stores import Stores
 from zero.tiers.tier import ON_DEVICE, ON_HOST, Tier
 from zero.warning import warn
 
@@ -48,6 +47,7 @@ _FAILED = (
 )
 
 
+@dataclass(eq=False, repr=False)
 class AutoPlacementPolicy(StaticPlacementPolicy):
     """Moves records between host and device, between steps and when a step runs out of memory, and repeats
     what has found no room once they have made some.
@@ -55,23 +55,16 @@ class AutoPlacementPolicy(StaticPlacementPolicy):
     repeated: modules whose operations are repeated one by one, by `oom_retry`.
     """
 
-    def __init__(
-        self,
-        stores: Stores,
-        units: Sequence[ShardedUnit],
-        communicator: Communicator,
-        tracer: MemoryTracer,
-        optimizer: ShardedOptimizer,
-        reducer: GradientReducer,
-        repeated: Iterable[nn.Module],
-    ) -> None:
-        super().__init__(stores)
-        self._units = units
-        self._communicator = communicator
-        self._tracer = tracer
-        self._optimizer = optimizer
-        self._reducer = reducer
-        self._forecast = Forecast(optimizer, reducer, stores.accelerator.kernels.chunk)
+    units: Sequence[ShardedUnit]
+    communicator: Communicator
+    tracer: MemoryTracer
+    optimizer: ShardedOptimizer
+    reducer: GradientReducer
+    repeated: InitVar[Iterable[nn.Module]]
+
+    def __post_init__(self, repeated: Iterable[nn.Module]) -> None:
+        super().__post_init__()
+        self._forecast = Forecast(self.optimizer, self.reducer, self._accelerator.kernels.chunk)
         self._agreed: list[SteppedSubGroup] = []  # that all ranks want on the device
         self._near: list[SteppedSubGroup] = []  # the first of these, which are there
         self._steps = 0
@@ -80,10 +73,10 @@ class AutoPlacementPolicy(StaticPlacementPolicy):
         self._repeated = tuple(dict.fromkeys(repeated))
         self.oom_retry = OomRetry(self._accelerator, weakly(self._relieve_all), weakly(self._movable))
         self.oom_retry.wrap(self._repeated)
-        self._useful = not stores.host.near
-        self._warm_up = MEASURED_STEPS + any(stepped.rule is None for stepped in optimizer.subs)
+        self._useful = not self.stores.host.near
+        self._warm_up = MEASURED_STEPS + any(stepped.rule is None for stepped in self.optimizer.subs)
         if self._useful:
-            tracer.steps = self._warm_up
+            self.tracer.steps = self._warm_up
 
     def forward(
         self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], recover: Callable[[], None]
@@ -92,10 +85,10 @@ class AutoPlacementPolicy(StaticPlacementPolicy):
         try:
             return module(*args, **kwargs)
         except torch.OutOfMemoryError as error:
-            for unit in self._units:
+            for unit in self.units:
                 unit.release()  # what was gathered ahead; the forward's hooks have released the rest
             self.make_room(error)
-            if self._communicator.group.size > 1:
+            if self.communicator.group.size > 1:
                 recover()
                 raise asking_to_repeat("forward") from error
         self._accelerator.rng.set_state(before)
@@ -109,8 +102,8 @@ class AutoPlacementPolicy(StaticPlacementPolicy):
         changed some values."""
         if not self._useful:
             return
-        if any(not have.group.placement.gradients.near for have in self._reducer.all):
-            self._reducer.land()
+        if any(not have.group.placement.gradients.near for have in self.reducer.all):
+            self.reducer.land()
             self._accelerator.streams.synchronize()  # what has landed still counts until streams pass it
         missing = self._forecast.update_bytes(self._near) - self._accelerator.memory.stats().free
         if self._near and missing > 0:
@@ -124,11 +117,11 @@ class AutoPlacementPolicy(StaticPlacementPolicy):
         if self._steps == self._warm_up:
             self._follow_growth()
             return
-        before, self._seen = self._seen, self._tracer.report
+        before, self._seen = self._seen, self.tracer.report
         followed = self._seen is not None and self._seen is not before
         # An optimizer that steps itself and was held back does not show what state it keeps.
-        if self._communicator.agree(not followed or self._optimizer.held_back):
-            self._tracer.steps = max(self._tracer.steps, self._warm_up - self._steps)
+        if self.communicator.agree(not followed or self.optimizer.held_back):
+            self.tracer.steps = max(self.tracer.steps, self._warm_up - self._steps)
             return
         assert self._seen is not None
         self._steps += 1
@@ -137,7 +130,7 @@ class AutoPlacementPolicy(StaticPlacementPolicy):
     def _plan(self, report: MemoryReport) -> None:
         """Place records by the step that was measured: first one of each kind, then as many as fit."""
         self._forecast.learn(report, self._near)
-        largest = sorted(self._optimizer.subs, key=lambda stepped: -stepped.group.layout.shard_numel)
+        largest = sorted(self.optimizer.subs, key=lambda stepped: -stepped.group.layout.shard_numel)
         if self._steps == 1:
             self._place(self._fitting(report, largest, probes=1))
         else:
@@ -170,10 +163,10 @@ class AutoPlacementPolicy(StaticPlacementPolicy):
         if freed:
             self._accelerator.memory.trim()
             self._count_anew()  # the next steps tell how much may come back
-            self._communicator.observation.event(
+            self.communicator.observation.event(
                 "out of memory", f"{human(freed)} of optimizer state was moved to the host", nbytes=freed
             )
-            warn(told.format(self._communicator.group.rank, human(freed)), RuntimeWarning)
+            warn(told.format(self.communicator.group.rank, human(freed)), RuntimeWarning)
         return freed
 
     def _movable(self) -> int:
@@ -187,14 +180,14 @@ class AutoPlacementPolicy(StaticPlacementPolicy):
     ) -> list[SteppedSubGroup]:
         """Up to `probes` sub-groups that kernels step, and as many others, for which every rank's device has
         room."""
-        limit, places = usable(self._accelerator), self._optimizer.subs
+        limit, places = usable(self._accelerator), self.optimizer.subs
         found: list[SteppedSubGroup] = []
         for stepped in candidates:
             alike = [each for each in found if (each.rule is None) == (stepped.rule is None)]
             if len(alike) < probes and self._forecast.peak(report, self._near, [*found, stepped]) <= limit:
                 found.append(stepped)
         mine = [places.index(stepped) for stepped in found]
-        agreed = set.intersection(*(set(theirs) for theirs in self._communicator.all_gather_object(mine)))
+        agreed = set.intersection(*(set(theirs) for theirs in self.communicator.all_gather_object(mine)))
         return [stepped for stepped in found if places.index(stepped) in agreed]
 
     def _place(self, near: list[SteppedSubGroup]) -> None:
@@ -213,7 +206,7 @@ class AutoPlacementPolicy(StaticPlacementPolicy):
                 self._move(stepped, ON_HOST)
         nbytes = self._forecast.records_bytes(self._near)
         text = f"{human(nbytes)} of optimizer state is on the device, the rest on the host"
-        self._communicator.observation.event("placement", text, nbytes=nbytes)
+        self.communicator.observation.event("placement", text, nbytes=nbytes)
 
     def _found_room(self, stepped: SteppedSubGroup) -> bool:
         try:
@@ -226,8 +219,8 @@ class AutoPlacementPolicy(StaticPlacementPolicy):
         """Where a step needed more, place again what was agreed on, as far as every rank has room for it."""
         peak = self._peak()
         relieved = len(self._near) < len(self._agreed)
-        if self._communicator.agree(relieved or (bool(self._near) and peak > usable(self._accelerator))):
-            fitting = min(self._communicator.all_gather_object(self._fitting_above(peak)))
+        if self.communicator.agree(relieved or (bool(self._near) and peak > usable(self._accelerator))):
+            fitting = min(self.communicator.all_gather_object(self._fitting_above(peak)))
             self.predicted_peak = self._forecast.peak_above(peak, self._near, self._agreed[:fitting])
             self._place(self._agreed[:fitting])
             self._count_anew()
@@ -238,7 +231,7 @@ class AutoPlacementPolicy(StaticPlacementPolicy):
 
     def _peak(self) -> int:
         """The highest point since records last moved; if the step was traced, the tracer has it."""
-        report, self._seen = self._seen, self._tracer.report
+        report, self._seen = self._seen, self.tracer.report
         traced = self._seen.peak if self._seen is not None and self._seen is not report else 0
         return max(traced, self._before, self._accelerator.memory.stats().peak)
 
@@ -251,7 +244,7 @@ class AutoPlacementPolicy(StaticPlacementPolicy):
         return next((n for n in counts if forecast(peak, self._near, self._agreed[:n]) <= limit), 0)
 
     def _move(self, stepped: SteppedSubGroup, tier: Tier) -> None:
-        self._optimizer.move(stepped, tier)
+        self.optimizer.move(stepped, tier)
         stepped.sub.tier, group = tier, stepped.group
         gradients = ON_DEVICE if all(sub.tier.near for sub in group.subs) else ON_HOST
         group.placement = replace(group.placement, gradients=gradients)

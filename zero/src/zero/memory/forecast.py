@@ -51,11 +51,8 @@ class Forecast:
             if self._is_whole(have, after) and not self._is_whole(have, before)
         ]
         levels = _levels(report, self._growth(now, then))
-        return (
-            self.records_bytes(come)
-            - self.records_bytes(gone)
-            + max(peak + sum(nbytes for bit, nbytes in slices if away & bit) for away, peak in levels.items())
-        )
+        peaks = (peak + sum(size for bit, size in slices if away & bit) for away, peak in levels.items())
+        return self.records_bytes(come) - self.records_bytes(gone) + max(peaks)
 
     def peak_above(self, peak: int, now: Subs, then: Subs) -> int:
         """An upper bound for steps that took `peak` with `now`. One of `now` and `then` begins with the
@@ -192,15 +189,11 @@ class Temporaries:
 
     def learn_unserved(self, numel: int, together: Mapping[int, int], report: MemoryReport) -> None:
         """Learn from a measured step in which optimizers stepped `numel` elements themselves."""
-        if (found := _unserved_turn(report)) is not None:
+        found = next((nbytes for unit, nbytes in _turns(report) if not unit), None)
+        if found is not None:
             self._seen.pop(numel, None)
             self._seen[numel] = found
             self._together.update(together)
-
-
-def _unserved_turn(report: MemoryReport) -> int | None:
-    """Bytes that optimizers that step themselves took; None if there were none."""
-    return next((nbytes for unit, nbytes in _turns(report) if not unit), None)
 
 
 def _kernel_turns(report: MemoryReport) -> list[int]:

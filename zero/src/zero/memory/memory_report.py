@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import pickle
 from collections.abc import Mapping
-from dataclasses import asdict, astuple, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -15,24 +15,16 @@ from zero.tiers.device_bytes import DeviceBytes, PhaseName
 
 
 @dataclass(frozen=True)
-class Use:
-    """Bytes of the device by what they are for. The first four: see `DeviceBytes`. activations: what forwards
+class Use(DeviceBytes):
+    """Bytes of the device by what they are for. activations: what forwards
     have left until their backward is over, and gradients on their way through it. other: what is none of
     these, such as inputs, buffers and what was there before. temporary: taken and given back between two
     points.
     """
 
-    parameters: int
-    gathered: int
-    gradients: int
-    optimizer: int
-    activations: int
-    other: int
+    activations: int = 0
+    other: int = 0
     temporary: int = 0
-
-    @property
-    def total(self) -> int:
-        return sum(astuple(self))
 
 
 @dataclass(frozen=True)
@@ -58,9 +50,8 @@ class Sample:
 
     def use(self, most: int) -> Use:
         """The use at this point, near which `most` bytes were in use at one time."""
-        held = self.held
-        kept = (held.parameters, held.gathered, held.gradients, held.optimizer)
-        return Use(*kept, self.activations, self.other, most - self.allocated)
+        rest = {"activations": self.activations, "other": self.other, "temporary": most - self.allocated}
+        return Use(**asdict(self.held), **rest)
 
 
 @dataclass(frozen=True)
@@ -126,12 +117,6 @@ class MemoryReport:
     def timeline(self) -> dict[str, object]:
         """For each sample its phase, unit, seconds and use, as columns of JSON values."""
         uses = [asdict(use) for use in self.uses()]
-        return {
-            "capacity": self.capacity,
-            "exact": self.exact,
-            **{
-                name: [getattr(sample, name) for sample in self.samples]
-                for name in ("seconds", "phase", "unit")
-            },
-            **{each.name: [use[each.name] for use in uses] for each in fields(Use)},
-        }
+        of_samples = {n: [getattr(s, n) for s in self.samples] for n in ("seconds", "phase", "unit")}
+        of_uses = {each.name: [use[each.name] for use in uses] for each in fields(Use)}
+        return {"capacity": self.capacity, "exact": self.exact, **of_samples, **of_uses}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,14 +17,16 @@ from zero.tiers.room import OutOfMemoryError
 from zero.tiers.stores import Stores
 
 
+@dataclass(eq=False, repr=False)
 class StaticPlacementPolicy:
     """predicted_peak: bytes of the device that steps need, by calculation; 0 for not known."""
 
     predicted_peak = 0
 
-    def __init__(self, stores: Stores) -> None:
-        self._stores = stores
-        self._accelerator = stores.accelerator
+    stores: Stores
+
+    def __post_init__(self) -> None:
+        self._accelerator = self.stores.accelerator
 
     def forward(
         self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], recover: Callable[[], None]
@@ -53,7 +56,7 @@ class StaticPlacementPolicy:
 
     def make_room(self, error: torch.OutOfMemoryError) -> None:
         """Move all state that can be moved off the device; raise `error` if there is none."""
-        if not self._stores.relieve(self._accelerator.memory.stats().capacity):
+        if not self.stores.relieve(self._accelerator.memory.stats().capacity):
             raise error
 
 

@@ -7,7 +7,8 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+
+from pydantic import TypeAdapter
 
 from zero.errors import StateError
 
@@ -88,13 +89,6 @@ def read(folder: Path) -> list[Flight]:
 
 def _read(path: Path) -> Flight:
     try:
-        fields: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        lines = tuple(
-            Issuing(
-                each["key"], tuple(each["alike"]), tuple(Collective(**one) for one in each["collectives"])
-            )
-            for each in fields.pop("lines")
-        )
-        return Flight(lines=lines, **fields)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        return TypeAdapter(Flight).validate_json(path.read_bytes())
+    except ValueError as error:
         raise StateError(f"{path} is not what a flight recorder writes: {error}") from error

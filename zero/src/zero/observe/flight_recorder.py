@@ -20,6 +20,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -147,8 +148,6 @@ def recorder_of(folder: Path, rank: int, world_size: int) -> FlightRecorder:
 
 Line = tuple[str, int, str]  # file, line, function
 
-_known: dict[CodeType, bool] = {}
-
 
 def program_line(frame: FrameType) -> Line:
     """The innermost line, from this frame on, that is not inside the packages."""
@@ -157,11 +156,9 @@ def program_line(frame: FrameType) -> Line:
     return frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
 
 
+@cache
 def _is_inside(code: CodeType) -> bool:
-    known = _known.get(code)
-    if known is None:
-        known = _known[code] = is_inside(code.co_filename)
-    return known
+    return is_inside(code.co_filename)
 
 
 def described(line: Line) -> str:

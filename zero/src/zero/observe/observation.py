@@ -248,13 +248,12 @@ class Observation:
         busy = growth.pop("busy")
         found |= {tier: 1e9 * growth["moved"].get(tier, 0) / ns for tier, ns in busy.items() if ns}
         flops, peak = self._rates
+        logged = {n: arrived[n] if n in arrived else _mean(n, values) for n, values in over.logged.items()}
         return Step(
             number=over.number,
             time=over.time,
             phases=phases,
-            logged={
-                name: arrived[name] if name in arrived else _mean(name, v) for name, v in over.logged.items()
-            },
+            logged=logged,
             waited=growth.pop("waited")["waited"],
             rates={kind: rate for kind, rate in found.items() if rate},
             flops=flops,
@@ -293,12 +292,8 @@ def _mean(name: str, values: list[Any]) -> Any:
 
 def _number(value: Tensor, device: torch.device) -> Tensor:
     """The 0-dim fp32 tensor on the device for a tensor of one element."""
-    if (
-        value.ndim == 0
-        and value.dtype is torch.float32
-        and value.device == device
-        and not value.requires_grad
-    ):
+    is_one = value.ndim == 0 and value.dtype is torch.float32 and not value.requires_grad
+    if is_one and value.device == device:
         return value  # as are most: nothing is called
     return value.detach().reshape(()).to(device, torch.float32)
 

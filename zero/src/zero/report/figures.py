@@ -100,10 +100,7 @@ def bars(values: Mapping[str, float], y: str, x: str, unit: Unit) -> Spec:
     encoding: Spec = {
         "y": {"field": "name", "type": "nominal", "sort": None, "title": y, "axis": {"labelLimit": 150}},
         "x": {"field": "value", "type": "quantitative", "title": x, "axis": _axis(unit)},
-        "tooltip": [
-            {"field": "name", "title": y},
-            {"field": "value", "title": x, "format": _FORMATS[unit]},
-        ],
+        "tooltip": [{"field": "name", "title": y}, {"field": "value", "title": x, "format": _FORMATS[unit]}],
     }
     mark = {"type": "bar", "color": COLOURS[0], "cornerRadiusEnd": 2}
     return _framed(rows, _BAR * len(rows), mark=mark, encoding=encoding)
@@ -116,19 +113,12 @@ def _framed(rows: Rows, height: int, **content: Any) -> Spec:
 def _series(some: Sequence[str], names: Sequence[str], mark: Spec, colours: Sequence[str] = COLOURS) -> Spec:
     """A mark for some of all names, each of which has its own colour."""
     scale = {"domain": list(names), "range": [colours[n % len(colours)] for n in range(len(names))]}
+    x = {"field": X, "type": "quantitative", "title": "step", "scale": {"zero": False, "nice": False}}
     return {
-        "transform": [
-            {"fold": list(some), "as": ["series", "value"]},
-            {"filter": "isValid(datum.value)"},
-        ],
+        "transform": [{"fold": list(some), "as": ["series", "value"]}, {"filter": "isValid(datum.value)"}],
         "mark": mark,
         "encoding": {
-            "x": {
-                "field": X,
-                "type": "quantitative",
-                "title": "step",
-                "scale": {"zero": False, "nice": False},
-            },
+            "x": x,
             "y": {"field": "value", "type": "quantitative"},
             "color": {"field": "series", "type": "nominal", "scale": scale, "title": None},
         },
@@ -144,12 +134,7 @@ def _hover(
     ends = {"_from": near, "_to": f"datum.{X}" if stairs else near}
     return {
         "transform": [
-            {
-                "window": [
-                    {"op": "lag", "field": X, "as": "_from"},
-                    {"op": "lead", "field": X, "as": "_to"},
-                ]
-            },
+            {"window": [{"op": "lag", "field": X, "as": "_from"}, {"op": "lead", "field": X, "as": "_to"}]},
             *(
                 {"calculate": f"isValid(datum.{end}) ? {at.format(end)} : datum.{X}", "as": end}
                 for end, at in ends.items()

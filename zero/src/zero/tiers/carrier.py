@@ -53,10 +53,7 @@ class Carrier:
     """
 
     def __init__(
-        self,
-        accelerator: Accelerator,
-        moved: Counter[str] | None = None,
-        transfers: Transfers | None = None,
+        self, accelerator: Accelerator, moved: Counter[str] | None = None, transfers: Transfers | None = None
     ) -> None:
         self._transfers = Transfers(accelerator) if transfers is None else transfers
         self._moved = Counter[str]() if moved is None else moved

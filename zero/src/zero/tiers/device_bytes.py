@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass
+from operator import add
 from typing import Literal, Protocol
 
 from accelz import FlatBuffer, KeptBuffer
@@ -23,10 +24,10 @@ class DeviceBytes:
 
     @property
     def total(self) -> int:
-        return self.parameters + self.gathered + self.gradients + self.optimizer
+        return sum(astuple(self))
 
     def __add__(self, other: DeviceBytes) -> DeviceBytes:
-        return DeviceBytes(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+        return DeviceBytes(*map(add, astuple(self), astuple(other)))
 
 
 def held_bytes(buffer: FlatBuffer) -> int:

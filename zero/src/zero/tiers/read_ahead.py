@@ -31,10 +31,6 @@ class _Reading:
         nbytes = self.section.numel() * self.section.element_size()
         return self.buffer[:nbytes].view(self.section.dtype)
 
-    @property
-    def stale(self) -> bool:
-        return self.section.changes != self.changes
-
 
 class ReadAhead:
     """Reads sections ahead; at most `limit` bytes wait to be used, or one section that is larger.
@@ -86,7 +82,7 @@ class ReadAhead:
 
     def _ready(self, section: Section) -> _Reading:
         reading = self._readings.pop(section.place, None)
-        if reading is not None and not reading.stale:
+        if reading is not None and reading.changes == section.changes:
             self.in_time += 1
             return reading
         if reading is not None:
@@ -97,7 +93,8 @@ class ReadAhead:
     def _start(self, section: Section) -> _Reading:
         nbytes = section.numel() * section.element_size()
         buffer, changes = self._buffer(nbytes), section.changes
-        return _Reading(section, buffer, section.begin_read(bytes_of(buffer[:nbytes])), changes)
+        transfer = section.file.read_cached(section.place, bytes_of(buffer[:nbytes]))
+        return _Reading(section, buffer, transfer, changes)
 
     def _buffer(self, nbytes: int) -> Tensor:
         """Return the smallest free buffer that is large enough, or a new one."""

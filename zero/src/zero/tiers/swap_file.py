@@ -130,14 +130,9 @@ class SwapFile:
         self._changes[bisect.bisect_right(self._places, place) - 1] += 1
 
     def _move(self, call: Callable[..., int], descriptor: int, place: int, buffer: memoryview) -> Transfer:
-        return Transfer(
-            [
-                self._threads.submit(
-                    self._timed, call, descriptor, place + begin, buffer[begin : begin + TRANSFER_BLOCK]
-                )
-                for begin in range(0, buffer.nbytes, TRANSFER_BLOCK)
-            ]
-        )
+        begins = range(0, buffer.nbytes, TRANSFER_BLOCK)
+        blocks = [(place + begin, buffer[begin : begin + TRANSFER_BLOCK]) for begin in begins]
+        return Transfer([self._threads.submit(self._timed, call, descriptor, *block) for block in blocks])
 
     def _timed(self, call: Callable[..., int], descriptor: int, place: int, buffer: memoryview) -> None:
         where = "from disk" if call is os.preadv else "to disk"
@@ -203,10 +198,6 @@ class Section(Stored):
         host = values.detach().to(HOST, self.dtype).contiguous()
         self.file.write_slice(self.place, bytes_of(host))
 
-    def begin_read(self, buffer: memoryview) -> Transfer:
-        """Begin to fill `buffer`, which has the section's size."""
-        return self.file.read_cached(self.place, buffer)
-
     @property
     def changes(self) -> int:
         """Number of writes begun so far to the allocation that this is part of."""
@@ -261,7 +252,7 @@ def _open(folder: Path) -> tuple[int, int]:
             "directory that this user may write to, on a local disk"
         ) from error
     try:
-        return _open_direct(name, folder, cached), cached
+        return _open_direct(name, cached), cached
     finally:
         os.unlink(name)
 
@@ -275,7 +266,7 @@ def _sweep(folder: Path) -> None:
                 path.unlink()
 
 
-def _open_direct(name: str, folder: Path, cached: int) -> int:
+def _open_direct(name: str, cached: int) -> int:
     try:
         direct = os.open(name, os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT)
         if _takes_pages(direct):

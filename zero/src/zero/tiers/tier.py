@@ -24,6 +24,8 @@ from zero.tiers.values import Column, Stored, Values
 if TYPE_CHECKING:
     from zero.tiers.stores import Stores
 
+Weights = Callable[[], Values] | None
+
 
 @dataclass(frozen=True)
 class Opened:
@@ -123,12 +125,7 @@ class Tier(ABC):
         """Return the values here: a copy, or in the device's memory the values themselves."""
 
     def new_record(
-        self,
-        stores: Stores,
-        values: Tensor,
-        dtype: torch.dtype,
-        moments: Sequence[Column],
-        weights: Callable[[], Values] | None,
+        self, stores: Stores, values: Tensor, dtype: torch.dtype, moments: Sequence[Column], weights: Weights
     ) -> Record:
         """Make a record whose master is a copy of `values` in `dtype`; `add_moments` completes it.
 
@@ -220,12 +217,7 @@ class Disk(Tier):
         return section
 
     def new_record(
-        self,
-        stores: Stores,
-        values: Tensor,
-        dtype: torch.dtype,
-        moments: Sequence[Column],
-        weights: Callable[[], Values] | None,
+        self, stores: Stores, values: Tensor, dtype: torch.dtype, moments: Sequence[Column], weights: Weights
     ) -> Record:
         splits = stores.offload.compact and weights is not None
         columns = self.record_columns(dtype, moments, splits)
