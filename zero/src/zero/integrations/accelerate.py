@@ -27,6 +27,7 @@ import accelz
 from zero.config.training import Config
 from zero.engine import Engine
 from zero.errors import ConfigError, UsageError, some
+from zero.optimizer.joint import parameters_of
 from zero.setup.initialization import initialize
 
 PRIVATE = ("_models", "_optimizers", "_schedulers")
@@ -194,7 +195,7 @@ class Accelerator(accelerate.Accelerator):
     def _take(self, model: nn.Module) -> list[Optimizer]:
         """The optimizers of a model's parameters among those that wait."""
         own = set(model.parameters())
-        found = [each for each in self._waiting if _parameters(each) <= own]
+        found = [each for each in self._waiting if own.issuperset(parameters_of(each))]
         self._waiting = [each for each in self._waiting if each not in found]
         return found
 
@@ -292,10 +293,6 @@ class Accelerator(accelerate.Accelerator):
     def _engines(self, models: Sequence[nn.Module]) -> list[tuple[str, Engine]]:
         found = [engine for model in models if (engine := self.engine_of(model)) is not None]
         return [(f"zero_{i}", engine) for i, engine in enumerate(found)]
-
-
-def _parameters(optimizer: Optimizer) -> set[nn.Parameter]:
-    return {parameter for group in optimizer.param_groups for parameter in group["params"]}
 
 
 def _generate_together(model: Any, engine: Engine) -> None:

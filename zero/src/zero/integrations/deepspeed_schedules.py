@@ -49,7 +49,7 @@ class _WarmUp(_Schedule):
         self.warmup_num_steps, self.warmup_type = warmup_num_steps, warmup_type
         super().__init__(optimizer)
 
-    def warm_up(self, before: int) -> float:
+    def height(self, before: int) -> float:
         """The part of the way up, from 0 to 1, after `before` steps before the last one."""
         if before >= self.warmup_num_steps:
             return 1.0
@@ -81,10 +81,6 @@ class WarmupLR(_WarmUp):
         low, high = self.min_lrs[group], self.max_lrs[group]
         return low + (high - low) * self.height(max(n - 1, 0))
 
-    def height(self, before: int) -> float:
-        """Where between the rates it is, from 0 to 1."""
-        return self.warm_up(before)
-
 
 class WarmupDecayLR(WarmupLR):
     """As WarmupLR, then linearly down to warmup_min_lr at step `total_num_steps`."""
@@ -103,7 +99,7 @@ class WarmupDecayLR(WarmupLR):
 
     def height(self, before: int) -> float:
         if before < self.warmup_num_steps:
-            return self.warm_up(before)
+            return super().height(before)
         left = (self.total_num_steps - before) / max(1, self.total_num_steps - self.warmup_num_steps)
         return max(0.0, left)
 
@@ -130,7 +126,7 @@ class WarmupCosineLR(_WarmUp):
 
     def ratio(self, before: int) -> float:
         if before < self.warmup_num_steps:
-            return self.warmup_min_ratio + (1 - self.warmup_min_ratio) * self.warm_up(before)
+            return self.warmup_min_ratio + (1 - self.warmup_min_ratio) * self.height(before)
         done = (before - self.warmup_num_steps + 1) / max(1, self.total_num_steps - self.warmup_num_steps)
         cosine = (1 + math.cos(math.pi * min(1.0, done))) / 2
         return self.cos_min_ratio + (1 - self.cos_min_ratio) * cosine

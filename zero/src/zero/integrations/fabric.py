@@ -32,6 +32,7 @@ from zero.config.training import Config
 from zero.deferred.deferred_init import init
 from zero.engine import Engine
 from zero.errors import CheckpointError, ConfigError, UsageError
+from zero.optimizer.joint import parameters_of
 from zero.setup.initialization import initialize
 from zero.sharding.guard import ShardedParameter
 
@@ -109,17 +110,15 @@ class OnAccelz:
     @property
     def lightnings_device(self) -> torch.device:
         """What Lightning has chosen for this process."""
-        known: Any = super()
-        found: torch.device = known.root_device
-        return found
+        return super().root_device  # type: ignore[misc,no-any-return]  # of Lightning's class
 
     @property
     def root_device(self) -> torch.device:
         return accelz.current().device if torch.distributed.is_initialized() else self.lightnings_device
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Any:
-        known: Any = super()
-        return by_way_of_host(known.all_gather, tensor, group=group, sync_grads=sync_grads)
+        call = super().all_gather  # type: ignore[misc]
+        return by_way_of_host(call, tensor, group=group, sync_grads=sync_grads)
 
 
 class ZeroStrategy(OnAccelz, DDPStrategy):
@@ -399,11 +398,6 @@ def convert(conversion: Callable[[nn.Module], nn.Module], module: nn.Module) -> 
     if any(isinstance(parameter, ShardedParameter) for parameter in module.parameters()):
         return module
     return conversion(module)
-
-
-def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
-    """The parameters in an optimizer's param_groups: the model's, until the engine has it."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def clip_values(parameters: Sequence[nn.Parameter], limit: float) -> None:

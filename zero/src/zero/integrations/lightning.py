@@ -40,13 +40,13 @@ from zero.integrations.fabric import (
     join_job,
     on_device,
     packed,
-    parameters_of,
     registered,
     unpacked,
 )
 from zero.integrations.lightning_callbacks import EMA as EMA
 from zero.integrations.lightning_callbacks import KEY
 from zero.integrations.lightning_callbacks import Metrics as Metrics
+from zero.optimizer.joint import parameters_of
 from zero.setup.initialization import initialize
 
 PRIVATE_NAMES = ("lightning.pytorch.strategies.DDPStrategy()._layer_sync",)

@@ -53,21 +53,17 @@ class EMA(Callback):
             self.average.decay = self.decay
             self.average.update()
 
-    def on_validation_epoch_start(self, trainer: Trainer, module: LightningModule) -> None:
-        self.swap()
-
-    def on_validation_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
-        self.swap()
-
     def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
         if self.average is not None:
             self.average.adopt()
         self.average = None
 
-    def swap(self) -> None:
+    def swap(self, *_: Any) -> None:
         """Exchange the weights and the average. Collective."""
         if self.average is not None:
             self.average.swap()
+
+    on_validation_epoch_start = on_validation_epoch_end = swap
 
     def saved_in(self, path: Path, engine: Engine) -> dict[str, average.EMA]:
         """What to restore from a checkpoint: its average, if it has one, which this goes on with. Collective:
@@ -96,16 +92,12 @@ class Metrics(Callback):
         observer = Calls(log, self.every or trainer.log_every_n_steps)
         self._observing = engine_of(trainer).observe(observer)
 
-    def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
-        self._close()
-
-    def on_exception(self, trainer: Trainer, module: LightningModule, exception: BaseException) -> None:
-        self._close()
-
-    def _close(self) -> None:
+    def on_train_end(self, *_: Any) -> None:
         if self._observing is not None:
             self._observing.close()
             self._observing = None
+
+    on_exception = on_train_end
 
 
 def _has_average(path: Path) -> bool:

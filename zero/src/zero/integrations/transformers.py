@@ -60,10 +60,7 @@ class TrainerMixin:
     state: Any
 
     def __init__(
-        self,
-        *args: Any,
-        zero_config: Config | Mapping[str, Any] | str | Path | None = None,
-        **kwargs: Any,
+        self, *args: Any, zero_config: Config | Mapping[str, Any] | str | Path | None = None, **kwargs: Any
     ) -> None:
         self.zero_config = zero_config
         super().__init__(*args, **kwargs)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from accelz import HOST
-from zero.optimizer.joint import members
+from zero.optimizer.joint import members, parameters_of
 from zero.optimizer.kernel_rules import Rule
 from zero.optimizer.piece_state import moved, tensors_beside
 from zero.optimizer.pieces import shaped, show, sliced, state_here
@@ -69,8 +69,7 @@ class InstalledPieces:
 
     def first_of(self, optimizer: Optimizer) -> nn.Parameter:
         """One of the parameters that one of the user's optimizers has."""
-        found: Iterator[nn.Parameter] = (p for group in optimizer.param_groups for p in group["params"])
-        return next(found)
+        return parameters_of(optimizer)[0]
 
     def snapshot(self, stepped: Iterable[SteppedSubGroup] | None = None) -> None:
         """Note that weights and masters have the same values now, of these sub-groups or of all: `changed`

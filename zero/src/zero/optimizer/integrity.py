@@ -8,6 +8,7 @@ place, parameters that the engine does not have.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import InitVar, dataclass
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from zero.optimizer.state_offload import StateOffload
 
 
+@dataclass(eq=False, repr=False)
 class Integrity:
     """Checks before whatever uses or changes values; `check_...` raises if they are not fit for that.
 
@@ -30,17 +32,14 @@ class Integrity:
     exchanged: what has changed places with the weights, if anything; see `Boundary.exchange`.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        units: Sequence[ShardedUnit],
-        optimizer: ShardedOptimizer,
-        state_offload: StateOffload,
-    ) -> None:
+    module: InitVar[nn.Module]
+    units: InitVar[Sequence[ShardedUnit]]
+    optimizer: ShardedOptimizer
+    state_offload: StateOffload
+
+    def __post_init__(self, module: nn.Module, units: Sequence[ShardedUnit]) -> None:
         self.interrupted = False
         self.exchanged: Mapping[FlatGroup, Tensor] | None = None
-        self._optimizer = optimizer
-        self._state_offload = state_offload
         self._parameter_checks = ParameterChecks(module, units)
 
     def interrupt(self) -> None:
@@ -51,7 +50,7 @@ class Integrity:
     def snapshot_versions(self) -> None:
         """Record that weights and masters have the same values now; changes from here on are reported."""
         self._parameter_checks.snapshot_versions()
-        self._optimizer.installed.snapshot()
+        self.optimizer.installed.snapshot()
 
     def check_complete(self) -> None:
         """Raise UsageError after a step or a load that did not complete."""
@@ -71,14 +70,14 @@ class Integrity:
 
     def check_present(self) -> None:
         """Raise UsageError while the state is off the device."""
-        self._state_offload.check()
+        self.state_offload.check()
 
     def check_refreshed(self) -> None:
         """Raise UsageError if the optimizer's values were changed in place and the weights lack the change.
 
         After an interrupted step or load this is not checked: that has its own error for old values.
         """
-        if not self.interrupted and (changed := self._optimizer.installed.changed()):
+        if not self.interrupted and (changed := self.optimizer.installed.changed()):
             names = dict.fromkeys(name for written in changed.values() for name in written)
             raise UsageError(_LEFT_BEHIND.format(some(list(names))))
 
@@ -105,7 +104,7 @@ class Integrity:
 
     def check_trainable(self) -> None:
         """Check that a backward may begin and would reach the parameters that are trained."""
-        if not members(self._optimizer.optimizer):
+        if not members(self.optimizer.optimizer):
             raise UsageError(_READ_ONLY)
         self.check_own("backward")
         self.check_present()
@@ -118,7 +117,7 @@ class Integrity:
         Warns of weights that were changed in place, which the step undoes.
         """
         self.check_own("step")
-        self._optimizer.check_groups()
+        self.optimizer.check_groups()
         self._parameter_checks.warn_of_changes()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from torch import nn
 from torch.optim import Optimizer
 
 from zero.errors import OptimizerError
@@ -20,10 +21,9 @@ class JointOptimizer(Optimizer):
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self.optimizers = tuple(optimizers)
-        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         _check_distinct(optimizers)
-        super().__init__([{"params": [parameter for group in groups for parameter in group["params"]]}], {})
-        self.param_groups = groups
+        super().__init__([{"params": [p for optimizer in optimizers for p in parameters_of(optimizer)]}], {})
+        self.param_groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         for optimizer in optimizers:
             self.state.update(optimizer.state)
 
@@ -54,6 +54,11 @@ def joint(optimizer: Optimizer | Sequence[Optimizer] | None) -> Optimizer:
     return only
 
 
+def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    """The parameters in an optimizer's param_groups."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 def members(optimizer: Optimizer) -> tuple[Optimizer, ...]:
     """The user's own optimizers."""
     return optimizer.optimizers if isinstance(optimizer, JointOptimizer) else (optimizer,)
@@ -81,7 +86,7 @@ def _kind(optimizer: Optimizer) -> str:
 def _check_distinct(optimizers: Sequence[Optimizer]) -> None:
     owner: dict[Any, Optimizer] = {}
     for optimizer in optimizers:
-        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        for parameter in parameters_of(optimizer):
             other = owner.setdefault(parameter, optimizer)
             if other is not optimizer:
                 raise OptimizerError(

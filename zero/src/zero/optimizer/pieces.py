@@ -108,11 +108,9 @@ def shaped(flat: Tensor, specs: Sequence[ParameterSpec], piece: Piece) -> Tensor
     """A piece of a sub-group's flat values, in the parameter's shape if it is the whole parameter."""
     part = flat[piece.shard_slice]
     spec = specs[piece.index]
-    return (
-        part.as_strided(spec.shape, spec.stride, part.storage_offset())
-        if piece.length == spec.numel
-        else part
-    )
+    if piece.length < spec.numel:
+        return part
+    return part.as_strided(spec.shape, spec.stride, part.storage_offset())
 
 
 def state_here(state: dict[str, Any], parameter: Tensor) -> dict[str, Any]:
@@ -167,14 +165,9 @@ def blocks_of(communicator: Communicator, group: FlatGroup, across: Collection[s
     regions = [
         tuple(of_ranks[started] for of_ranks in of_parameters) for started in communicator.started(beside)
     ]
-    return Blocks(
-        specs=tuple(
-            _spec(name, tuple(p.shape)) for name, p in zip(group.names, group.parameters, strict=True)
-        ),
-        layouts=tuple(_layout(group, each) for each in regions),
-        regions=tuple(regions),
-        sources=tuple(sources),
-    )
+    specs = map(_spec, group.names, [tuple(parameter.shape) for parameter in group.parameters])
+    layouts = tuple(_layout(group, each) for each in regions)
+    return Blocks(tuple(specs), layouts, tuple(regions), tuple(sources))
 
 
 def _layout(group: FlatGroup, regions: Sequence[Region]) -> FlatLayout:

@@ -136,15 +136,12 @@ def route(blocks: Blocks, stepped_by: Sequence[int | None], rank: int) -> Routes
 def _came(blocks: Blocks, index: int) -> list[list[tuple[int, int]]]:
     """Of each block of a parameter: its stretches in order, each with the rank that has it and its length."""
     numbers = {source: rank for rank, source in enumerate(blocks.sources)}
-    slots = [layout.slots[index] for layout in blocks.layouts]
-    return [
-        [
-            (numbers[number, shard], length)
-            for shard, length in _lengths(layout, slot.offset, slot.offset + slot.numel)
-            if length
-        ]
-        for number, (layout, slot) in enumerate(zip(blocks.layouts, slots, strict=True))
-    ]
+    found = []
+    for number, layout in enumerate(blocks.layouts):
+        slot = layout.slots[index]
+        lengths = _lengths(layout, slot.offset, slot.offset + slot.numel)
+        found.append([(numbers[number, shard], length) for shard, length in lengths if length])
+    return found
 
 
 def _arrivals(

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from zero.communication.communicator import Communicator
 from zero.errors import OptimizerError
-from zero.optimizer.joint import name_of
+from zero.optimizer.joint import name_of, parameters_of
 from zero.optimizer.parameter_exchange import ParameterExchange, join
 from zero.optimizer.pieces import bind, shaped, show
 from zero.optimizer.stepped import StepGradients, SteppedSubGroup, Turn
@@ -228,12 +228,8 @@ class SelfStepping:
     def _check_gradients(self, turns: Sequence[Turn]) -> bool:
         """Whether any parameters that are put together from blocks have gradients. Collective. Raises
         RankMismatchError if ranks with the same data have gradients of different ones."""
-        having = [
-            stepped.group.names[index]
-            for stepped, have in turns
-            if stepped.joins_blocks
-            for index in sorted(have.used)
-        ]
+        joined = [(stepped.group.names, have) for stepped, have in turns if stepped.joins_blocks]
+        having = [names[index] for names, have in joined for index in sorted(have.used)]
         self._communicator.check_alike(lambda: {"which parameters have gradients": having})
         return bool(having)
 
@@ -270,7 +266,7 @@ class SelfStepping:
 
     def _hand_over(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Give the optimizer's parameters their gradients, and others none: one may have a stand-in."""
-        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        for parameter in parameters_of(optimizer):
             parameter.grad = self._gradients.get(parameter)
 
     def _leave(self, stepped: SteppedSubGroup) -> None:

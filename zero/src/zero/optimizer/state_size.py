@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from accelz import HOST
 from zero.errors import OptimizerError
-from zero.optimizer.joint import members, name_of
+from zero.optimizer.joint import members, name_of, parameters_of
 from zero.optimizer.kernel_rules import rule_for
 from zero.optimizer.piece_state import is_elementwise, tensors_beside
 from zero.optimizer.stepping import is_known
@@ -53,8 +53,7 @@ def moments_of(optimizer: Optimizer, dtype: torch.dtype | None = None) -> dict[n
         if rule is None:
             found.update(_moments_after_a_step(each, dtype))
         else:
-            kept = len(rule.moments)
-            found.update((p, kept) for group in each.param_groups for p in group["params"])
+            found.update(dict.fromkeys(parameters_of(each), len(rule.moments)))
     return found
 
 
@@ -82,8 +81,7 @@ def _square(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _moments_after_a_step(optimizer: Optimizer, dtype: torch.dtype | None) -> dict[nn.Parameter, float]:
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    stand_ins = {p: _stand_in(_sides(p.shape), dtype or p.dtype) for p in parameters}
+    stand_ins = {p: _stand_in(_sides(p.shape), dtype or p.dtype) for p in parameters_of(optimizer)}
     states = _stepped(optimizer, stand_ins)
     found = {
         p: _values_per_element(states.get(small, {}), optimizer.state.get(p, {}), p, small)

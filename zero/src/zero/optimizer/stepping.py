@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zero.config.training import Config
-from zero.optimizer.joint import members
+from zero.optimizer.joint import members, parameters_of
 from zero.optimizer.kernel_rules import RULES, SERVED, Rule, rule_for
 from zero.optimizer.routes import share_out
 from zero.sharding.distributed import blocks_of, divided_along
@@ -45,7 +45,7 @@ def steppings(optimizer: Optimizer, config: Config) -> dict[nn.Parameter, Steppi
     found = {}
     for each in members(optimizer):
         way, needs_whole = _of(each, config), _needs_whole(each, config)
-        for parameter in (p for group in each.param_groups for p in group["params"]):
+        for parameter in parameters_of(each):
             across = frozenset(divided_along(parameter) if needs_whole else ())
             found[parameter] = replace(way, whole=True, across=across) if across else way
     return found
@@ -82,9 +82,7 @@ def group_steppings(
     }
 
 
-def stepping_ranks(
-    groups: Iterable[tuple[Stepping, int, Sequence[nn.Parameter]]],
-) -> dict[nn.Parameter, int]:
+def stepping_ranks(groups: Iterable[tuple[Stepping, int, Sequence[nn.Parameter]]]) -> dict[nn.Parameter, int]:
     """Which rank steps each parameter that is stepped whole, of those that have parts of it; none of
     parameters that one rank has.
 
