@@ -17,14 +17,7 @@ from torch import Tensor
 
 from zero.average import averages_in
 from zero.checkpoint import user_state
-from zero.checkpoint.engine_state import (
-    EngineParts,
-    average_parts,
-    check_state,
-    chosen_of,
-    collect,
-    describe,
-)
+from zero.checkpoint.engine_state import EngineParts, average_parts, check_state, chosen_of, collect, describe
 from zero.checkpoint.load import Loaded, LoadOptions, load
 from zero.checkpoint.rank_file import pack
 from zero.checkpoint.save_job import BackgroundSave, RankSave
@@ -88,7 +81,7 @@ class Checkpoints:
             check_name(where)
             publication = Publication(self.storage, where, keep_last)
             job = RankSave(messages, self.storage, self._engine.accelerator, publication)
-            job.done = partial(_report, communicator.observation)
+            job.done = partial(_tell, communicator.observation, "save", where, job.seconds)
             names, chosen = names or self._engine.stored_names(), chosen_of(self._engine, select())
             with timed(job.seconds, "collect"):
                 self._prepare(job, steps, state, rank_state, chosen, names, async_)
@@ -116,9 +109,7 @@ class Checkpoints:
             loaded = load(self._engine, self.storage, as_path(path).absolute(), options, before_change)
         if not options.weights_only:
             observation.load(loaded.steps)
-        speed = human(int(loaded.nbytes / max(seconds["load"], 1e-9)))
-        text = f"{loaded.path}: {human(loaded.nbytes)} by this rank, at {speed}/s"
-        observation.event("load", text, seconds, loaded.nbytes)
+        _tell(observation, "load", loaded.path, seconds, loaded.nbytes)
         return loaded
 
     def check_state(self) -> None:
@@ -169,11 +160,10 @@ class Checkpoints:
             job.mine.parts, job.packed, self._arena = packed
 
 
-def _report(observation: Observation, job: RankSave) -> None:
-    nbytes = sum(part.nbytes for part in job.mine.parts)
-    speed = human(int(nbytes / max(job.seconds["write"], 1e-9)))
-    text = f"{job.publication.path}: {human(nbytes)} by this rank, at {speed}/s"
-    observation.event("save", text, job.seconds, nbytes)
+def _tell(observation: Observation, kind: str, path: Path, seconds: dict[str, float], nbytes: int) -> None:
+    speed = human(int(nbytes / max(seconds["write" if kind == "save" else kind], 1e-9)))
+    text = f"{path}: {human(nbytes)} by this rank, at {speed}/s"
+    observation.event(kind, text, seconds, nbytes)
 
 
 def _check_arguments(state: object, rank_state: object, keep_last: int | None) -> None:

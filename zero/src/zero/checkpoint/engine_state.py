@@ -209,11 +209,7 @@ def average_parts(
 
 
 def _slices(
-    group: FlatGroup,
-    flat: Values,
-    key_of: Callable[[str], str],
-    chosen: Container[str],
-    names: StoredNames,
+    group: FlatGroup, flat: Values, key_of: Callable[[str], str], chosen: Container[str], names: StoredNames
 ) -> Iterator[Part]:
     """What this rank writes of a group's parameters. flat: its values."""
     for piece in _written_by(group):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import InitVar, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -120,37 +120,32 @@ def _check_same(seen: Sequence[tuple[str, int]]) -> None:
             )
 
 
+@dataclass(eq=False, repr=False)
 class _Load:
     """One load. Its public methods are called in the order in which they stand. loaded: from check() on."""
 
-    loaded: Loaded
+    loaded: Loaded = field(init=False)
+    engine: EngineParts
+    checkpoint: Checkpoint
+    options: LoadOptions
+    names: InitVar[StoredNames]
+    elsewhere: frozenset[str]
 
-    def __init__(
-        self,
-        engine: EngineParts,
-        checkpoint: Checkpoint,
-        options: LoadOptions,
-        names: StoredNames,
-        elsewhere: frozenset[str],
-    ) -> None:
-        self._engine = engine
-        self._elsewhere = elsewhere
-        self._checkpoint = checkpoint
-        self._manifest: Manifest = checkpoint.manifest
-        self._options = options
-        self._reader = TensorReader(checkpoint)
+    def __post_init__(self, names: StoredNames) -> None:
+        self._manifest: Manifest = self.checkpoint.manifest
+        self._reader = TensorReader(self.checkpoint)
         self._sources: dict[str, str] = {}
         self._optimizer: OptimizerLoad | None = None  # None: it stays as it is
         self._random_states: dict[str, Any] = {}
-        self._mine = {names.stored(name): name for name in entries_of(engine.module).names}
-        self._extra_state = {names.stored(name) for name in entries_of(engine.module).rest}
+        self._mine = {names.stored(name): name for name in entries_of(self.engine.module).names}
+        self._extra_state = {names.stored(name) for name in entries_of(self.engine.module).rest}
         self._stored = names.stored
         self._extra_values: dict[str, Any] = {}
 
     @in_range("load", "check")
     def check(self) -> None:
         """Raise StateError or UsageError if anything does not fit. Changes nothing."""
-        options, left_out, wanted = self._options, self._manifest.left_out, targets(self._engine.module)
+        options, left_out, wanted = self.options, self._manifest.left_out, targets(self.engine.module)
         sources = match(
             stored_in(self._manifest),
             [
@@ -166,11 +161,11 @@ class _Load:
         self._sources = {self._mine[name]: source for name, source in sources.items()}
         self._check_forms()
         if options.strict:
-            mine, saved = self._extra_state, self._manifest.extra_state.keys() - self._elsewhere
+            mine, saved = self._extra_state, self._manifest.extra_state.keys() - self.elsewhere
             missing = mine - saved - set(left_out)
             raise_for({"extra state missing": [*missing], "extra state unexpected": [*saved - mine]})
         if not options.weights_only:
-            self._optimizer = OptimizerLoad(self._engine, self._manifest, self._reader, self._sources)
+            self._optimizer = OptimizerLoad(self.engine, self._manifest, self._reader, self._sources)
             self._optimizer.check(options.strict)
         left = tuple(target.name for target in wanted if target.name not in self._sources)
         self._decode(left if left_out else ())
@@ -179,7 +174,7 @@ class _Load:
     def _check_forms(self) -> None:
         """Raise StateError for packed values that the model's parameters would take for others."""
         saved = {n: e.form for e in self._manifest.parameters for n in (e.name, *e.aliases)}
-        entries, forms = entries_of(self._engine.module), descriptions(self._engine.module)
+        entries, forms = entries_of(self.engine.module), descriptions(self.engine.module)
         for parameter, (name, *_) in entries.parameters.items():
             form = saved.get(self._sources.get(name, ""))
             if form is not None and form != forms.get(parameter):
@@ -191,22 +186,22 @@ class _Load:
     def _of_this_rank(self, name: str) -> str | None:
         """A name in the checkpoint, or one of the model that the program has renamed it to, as this rank
         stores it; None for what only other ranks have."""
-        if name in self._elsewhere:
+        if name in self.elsewhere:
             return None
-        return self._stored(name) if self._options.rename is not None else name
+        return self._stored(name) if self.options.rename is not None else name
 
     def _decode(self, left_out: tuple[str, ...]) -> None:
         """Read all user values, and the random state of this rank if it is to be restored, and check that."""
         manifest, decode = self._manifest, self._reader.decode
         state, rank_states = decode(manifest.state), tuple(decode(rank.state) for rank in manifest.ranks)
-        path, ranks = self._checkpoint.path, manifest.world_size
+        path, ranks = self.checkpoint.path, manifest.world_size
         self.loaded = Loaded(path, manifest.steps, ranks, state, rank_states, left_out)
         self._extra_values = {
             self._mine[name]: decode(manifest.extra_state[name])
             for name in self._extra_state & manifest.extra_state.keys()
         }
-        if self._optimizer is not None and self._engine.rank < manifest.world_size:
-            self._random_states = decode(manifest.ranks[self._engine.rank].rng) or {}
+        if self._optimizer is not None and self.engine.rank < manifest.world_size:
+            self._random_states = decode(manifest.ranks[self.engine.rank].rng) or {}
             if self._random_states:
                 random_state.check(self._random_states)
 
@@ -216,7 +211,7 @@ class _Load:
         if lost:
             raise StateError(f"restore: the checkpoint's state has no {lost}; it has {list(state)}")
         for key, average in averages_in(restore).items():
-            average.check_belongs(self._engine.units)
+            average.check_belongs(self.engine.units)
             self._check_average(key, self._average_keys(key, average))
         for name, value in restore.items():
             if not hasattr(value, "load_state_dict"):
@@ -246,15 +241,15 @@ class _Load:
     def fill(self) -> None:
         """Fill this rank's shards, masters, optimizer state and generators, and the module's buffers."""
         keys = {name: model_key(source) for name, source in self._sources.items()}
-        fill_units(self._engine.units, self._reader, keys)
-        fill_buffers(self._engine.module, self._reader, keys)
-        load_rest(self._engine.module, self._extra_values)
-        for key, average in averages_in(self._options.restore).items():
+        fill_units(self.engine.units, self._reader, keys)
+        fill_buffers(self.engine.module, self._reader, keys)
+        load_rest(self.engine.module, self._extra_values)
+        for key, average in averages_in(self.options.restore).items():
             fill_slices(average.slices, self._reader, self._average_keys(key, average))
         if self._optimizer is not None:
             self._optimizer.fill()
         if self._random_states:
-            random_state.restore(self._engine.accelerator, self._random_states)
+            random_state.restore(self.engine.accelerator, self._random_states)
 
     @in_range("load", "spread")
     def spread(self) -> None:
@@ -262,13 +257,13 @@ class _Load:
 
         While the state is off the device nothing is done: they are gathered when it comes back.
         """
-        if not self._engine.state_offload.away:
-            refill(self._engine.units, frozen=True)
+        if not self.engine.state_offload.away:
+            refill(self.engine.units, frozen=True)
 
     def restore(self) -> None:
         """Restore the loss scale and the caller's objects."""
-        scale, saved = self._engine.loss_scale, self._manifest.loss_scale
-        if scale is not None and saved is not None and not self._options.weights_only:
+        scale, saved = self.engine.loss_scale, self._manifest.loss_scale
+        if scale is not None and saved is not None and not self.options.weights_only:
             scale.restore(saved.scale, saved.good_steps, saved.skipped_steps)
-        for name, value in self._options.restore.items():
+        for name, value in self.options.restore.items():
             value.load_state_dict(self.loaded.state[name])

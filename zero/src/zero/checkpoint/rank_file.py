@@ -106,12 +106,17 @@ def _stream(
     storage: Storage, accelerator: Accelerator, path: Path, layout: RankLayout, parts: Sequence[Part]
 ) -> bytes:
     """Write parts that may lie anywhere; returns the table of checksums."""
+    table = bytearray()  # a checksum for each block of each part
     with closing(AppendedFile(storage, path, layout.size)) as file:
         file.append(memoryview(layout.header))
-        table = _write_parts(file, accelerator, parts)
+        for values in _on_host(accelerator, parts):
+            for begin in range(0, values.nbytes, _CACHED):
+                run = values[begin : begin + _CACHED]
+                table += block_sums(run)
+                file.append(run)
         file.append(memoryview(table))
         file.finish()
-    return table
+    return bytes(table)
 
 
 def _write_packed(
@@ -141,17 +146,6 @@ def _write_packed(
         file.write(begin + written, [memory[written : -(-end // PAGE) * PAGE]])
         file.truncate(layout.size)
         file.sync()
-    return bytes(table)
-
-
-def _write_parts(file: AppendedFile, accelerator: Accelerator, parts: Sequence[Part]) -> bytes:
-    """Write the parts one after another; returns the table of checksums, one for each block of each part."""
-    table = bytearray()
-    for values in _on_host(accelerator, parts):
-        for begin in range(0, values.nbytes, _CACHED):
-            run = values[begin : begin + _CACHED]
-            table += block_sums(run)
-            file.append(run)
     return bytes(table)
 
 

@@ -40,7 +40,7 @@ class RankSave:
     described: on rank 0, the manifest's members that are known before the save begins. packed: the memory
     into which pack() copied the parts, if the program continues during the save. failure: the cause, on this
     rank, of the error that is raised. shared: rank 0 raises the same error, which is not this rank's doing.
-    seconds: by phase. done(): called with this once it is complete.
+    seconds: by phase. done(): called with this rank's bytes once it is complete.
     """
 
     messages: SaveMessages
@@ -53,7 +53,7 @@ class RankSave:
     failure: Exception | None = None
     shared: bool = False
     seconds: dict[str, float] = field(default_factory=dict)
-    done: Callable[[RankSave], None] = lambda save: None
+    done: Callable[[int], None] = lambda nbytes: None
 
     def run(self) -> None:
         """Write this rank's file and publish the checkpoint. Raises on every rank or on none."""
@@ -63,7 +63,7 @@ class RankSave:
             self.publication.close()
         if problem:
             raise error_of(problem) from self.failure
-        self.done(self)
+        self.done(sum(part.nbytes for part in self.mine.parts))
 
     def _run(self) -> Problem:
         rank, messages = self.messages.rank, self.messages
@@ -121,9 +121,7 @@ class RankSave:
     def _write(self, staging: Path) -> dict[str, Any]:
         path = staging / f"rank-{self.messages.rank:05d}.safetensors"
         report = write_rank_file(self.storage, self.accelerator, path, self.mine.parts, self.packed)
-        mine = self.mine
-        told = {"described": mine.described, "values": mine.values, "rng": mine.rng, "state": mine.state}
-        return report | told
+        return report | {name: value for name, value in vars(self.mine).items() if name != "parts"}
 
     def _outcome(self, mine: Problem) -> Problem:
         """Rank 0's word, if it can be had and this rank's program goes on. mine: this rank's problem."""

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import InitVar, dataclass
 from typing import Any
 
 from accelz import Group
@@ -35,6 +36,7 @@ def program_failed() -> bool:
     return uncaught and not threading.main_thread().is_alive()
 
 
+@dataclass(eq=False, repr=False)
 class SaveMessages:
     """The messages of one save. key: the prefix of its keys in the store, the same on every rank.
 
@@ -42,21 +44,16 @@ class SaveMessages:
     not answer, "" if it is not known.
     """
 
-    def __init__(
-        self,
-        group: Group,
-        key: str,
-        peers: Peers,
-        waiting: Waiting = nullcontext,
-        whereabouts: Callable[[Iterable[int]], str] = lambda ranks: "",
-    ) -> None:
-        self._peers = peers
-        self._whereabouts = whereabouts
-        self.waiting = waiting
+    group: InitVar[Group]
+    key: str
+    peers: Peers
+    waiting: Waiting = nullcontext
+    whereabouts: Callable[[Iterable[int]], str] = lambda ranks: ""
+
+    def __post_init__(self, group: Group) -> None:
         self.rank = group.rank
         self.ranks = range(group.size)
         self._timeout = group.timeout
-        self._key = key
         with self._answering("messages"):
             self._store = group.store.beside()  # training may block on the first connection
 
@@ -83,7 +80,7 @@ class SaveMessages:
 
         def why_not() -> str:
             over = give_up() if give_up else self._nobody_comes(names, began)
-            return self._peers.ended(self._store, names) or ("this rank's program has failed" if over else "")
+            return self.peers.ended(self._store, names) or ("this rank's program has failed" if over else "")
 
         with self._answering(topic), self.waiting(seconds):
             try:
@@ -106,7 +103,7 @@ class SaveMessages:
                 self._store.delete_key(self._name(topic, rank))
 
     def _name(self, topic: str, rank: int) -> str:
-        return f"{self._key}/{topic}/{rank}"
+        return f"{self.key}/{topic}/{rank}"
 
     @contextmanager
     def _answering(self, topic: str) -> Iterator[None]:
@@ -124,15 +121,11 @@ class SaveMessages:
     def _not_there(
         self, topic: str, missing: Sequence[int], names: Mapping[int, str], seconds: float
     ) -> CommunicationError:
-        gone = self._peers.ended(self._store, names)
-        how = (
-            ", whose program has failed, gave up"
-            if program_failed()
-            else " gave up"
-            if gone
-            else " timed out"
-        )
-        told = [gone] if gone else [self._whereabouts(missing), "every rank must call save_checkpoint"]
+        gone = self.peers.ended(self._store, names)
+        how = " gave up" if gone else " timed out"
+        if program_failed():
+            how = ", whose program has failed, gave up"
+        told = [gone] if gone else [self.whereabouts(missing), "every rank must call save_checkpoint"]
         ranks = ", ".join(map(str, missing))
         return CommunicationError(
             f"while saving a checkpoint, rank {self.rank}{how} after {seconds:.0f} s waiting for {topic!r} "

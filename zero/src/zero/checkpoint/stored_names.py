@@ -78,13 +78,9 @@ class StoredNames:
         if not self._grid.told or not any(self._communicator.everywhere(any(self._apart.values()))):
             return frozenset()
         mine = {self.stored(name) for name in self._apart}
-        every = self._communicator.everywhere(sorted(mine) if self._speaks else [])
+        speaks = self._first(frozenset[str]().union(*self._apart.values()))  # none before has all the same
+        every = self._communicator.everywhere(sorted(mine) if speaks else [])
         return frozenset(name for names in every for name in names) - mine
-
-    @property
-    def _speaks(self) -> bool:
-        """Whether no rank before this one has all the same names."""
-        return self._first(frozenset[str]().union(*self._apart.values()))
 
     def _first(self, apart: frozenset[str]) -> bool:
         return self._grid.part(self._rank, frozenset(self._grid.names) - apart)[0] == self._rank

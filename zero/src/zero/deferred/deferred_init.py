@@ -151,7 +151,7 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         hollow = [t for t in each_in(Tensor, (args, kwargs)) if self._recording.number(t) is not None]
-        if not hollow and not _makes_new(func, args, kwargs):
+        if not hollow and not _makes_new(args, kwargs):
             return func(*args, **kwargs)
         if hollow and (_is_view(func) or _restrides(func)):
             return self._view(func, args, kwargs, hollow)
@@ -159,9 +159,9 @@ class _Recorder(TorchDispatchMode):
             shape = _on_meta(func, args, kwargs)
         except (RuntimeError, NotImplementedError):
             return self._really(func, args, kwargs, hollow)
-        if not self._recordable(func, shape, args, kwargs, bool(hollow)):
-            return self._really(func, args, kwargs, hollow)
-        return self._record(func, args, kwargs, shape)
+        if self._recordable(func, shape, args, kwargs, bool(hollow)):
+            return self._record(func, args, kwargs, shape)
+        return self._really(func, args, kwargs, hollow)
 
     def _view(self, func: Any, args: Any, kwargs: Any, hollow: Sequence[Tensor]) -> Any:
         """Run a call that changes metadata only, without recording it.
@@ -195,7 +195,8 @@ class _Recorder(TorchDispatchMode):
             gc.collect()  # garbage that waits for the collector must not count as sharing
             hollow = self._hollow()
         shared = _shared(hollow) if self._draws else set()
-        owners = _owners()
+        # DTensors, by the ids of their local tensors, which have their values.
+        owners = {id(local_of(t)): t for t in _living() if is_distributed(t) and isinstance(t, nn.Parameter)}
         owned = [(owners.get(id(t), t), number) for t, number in hollow]
         kept = {p: n for p, n in owned if isinstance(p, nn.Parameter) and n not in shared}
         replay(self._recording, sorted({number for _, number in hollow} - set(kept.values())))
@@ -228,22 +229,15 @@ class _Recorder(TorchDispatchMode):
         return touches_hollow or shape.numel() >= SMALL
 
     def _record(self, func: Any, args: Any, kwargs: Any, shape: Tensor) -> Tensor:
-        target = _mutated(func, args, kwargs)
-        output = None
-        result: Tensor | None = target
+        result, output = _mutated(func, args, kwargs), None
         if result is None:
             result = _hollow_like(shape, _device(args, kwargs))
             self._recording.add_storage(result, storage_of(shape).nbytes())
             output = self._reference(result)
         saved_args, saved_kwargs = self._saved(args), self._saved(_explicit(func, args, kwargs, shape))
-        operation = Operation(
-            func,
-            saved_args,
-            saved_kwargs,
-            output,
-            touches={h.storage for h in each_in(Hollow, (saved_args, saved_kwargs, output))},
-            writes={h.storage for h in each_in(Hollow, (_written(func, saved_args, saved_kwargs), output))},
-        )
+        touches = {h.storage for h in each_in(Hollow, (saved_args, saved_kwargs, output))}
+        writes = {h.storage for h in each_in(Hollow, (_written(func, saved_args, saved_kwargs), output))}
+        operation = Operation(func, saved_args, saved_kwargs, output, touches, writes)
         if self._draws and torch.Tag.nondeterministic_seeded in func.tags:
             self._draw(operation, func, args, kwargs, result)
         self._recording.record(operation)
@@ -291,11 +285,6 @@ def _shared(hollow: Iterable[tuple[Tensor, int]]) -> set[int]:
     return {number for number, uses in Counter(number for _, number in hollow).items() if uses > 1}
 
 
-def _owners() -> dict[int, nn.Parameter]:
-    """The parameters that are DTensors, by the ids of their local tensors, which have their values."""
-    return {id(local_of(t)): t for t in _living() if is_distributed(t) and isinstance(t, nn.Parameter)}
-
-
 def _living() -> list[Tensor]:
     return [o for o in gc.get_objects() if issubclass(type(o), Tensor)]
 
@@ -338,17 +327,15 @@ def _device(args: Any, kwargs: Any) -> torch.device:
     return tensors[0].device if tensors else HOST
 
 
-def _makes_new(func: Any, args: Any, kwargs: Any) -> bool:
+def _makes_new(args: Any, kwargs: Any) -> bool:
     """Return whether this is a factory call: no tensor goes in, and it names a device other than meta."""
-    if each_in(Tensor, (args, kwargs)):
-        return False
-    return "device" in kwargs and torch.device(kwargs["device"] or HOST).type != "meta"
+    named = "device" in kwargs and not each_in(Tensor, (args, kwargs))
+    return named and torch.device(kwargs["device"] or HOST).type != "meta"
 
 
 def _is_view(func: Any) -> bool:
-    return bool(func._schema.returns) and any(
-        r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns
-    )
+    infos = (returned.alias_info for returned in func._schema.returns)
+    return any(info is not None and not info.is_write for info in infos)
 
 
 def _restrides(func: Any) -> bool:

@@ -143,13 +143,11 @@ class _Search:
     def _tensors(self) -> list[Tensor]:
         """Return the tensors of the process over the memories, other than the model's parameters."""
         tensors = [item for item in gc.get_objects() if issubclass(type(item), Tensor)]
-        tensors = [t for t in (*tensors, *self._reached.values()) if self._is_over(t)]
+        every, own = (*tensors, *self._reached.values()), self._memories
+        tensors = [t for t in every if _storage_of(t) in own or self._parameter_under(t) is not None]
         bases = [base for tensor in tensors if (base := tensor._base) is not None]
         found = {id(tensor): tensor for tensor in (*tensors, *bases) if id(tensor) not in self._ids}
         return [*found.values()]
-
-    def _is_over(self, tensor: Tensor) -> bool:
-        return _storage_of(tensor) in self._memories or self._parameter_under(tensor) is not None
 
     def _look_outside(self, tensors: list[Tensor]) -> None:
         """Look at tensors that the model does not reach, over parameters of which it reaches no alias."""

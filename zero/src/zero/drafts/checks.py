@@ -43,7 +43,7 @@ from zero.sharding.forms import (
     name_of,
     named_leaves,
 )
-from zero.sharding.guard import LOST, NAME_ATTRIBUTE, ShardedParameter, is_lost
+from zero.sharding.guard import LOST, NAME_ATTRIBUTE, REASON_ATTRIBUTE, ShardedParameter
 from zero.sharding.local import apart_of
 from zero.warning import warn
 
@@ -417,7 +417,7 @@ def _check_declared(prepared: Prepared, config: Config, communicator: Communicat
 def _check_parameter(name: str, parameter: nn.Parameter, shapes_only: bool) -> None:
     if is_lazy(parameter):
         raise ModelError(f"parameter {name!r} is lazy and has no shape yet; run the model once first")
-    if is_lost(parameter):
+    if parameter.__dict__.get(REASON_ATTRIBUTE) == LOST:
         raise ModelError(f"this model can no longer be used: see parameter {name!r}, {LOST}")
     if isinstance(parameter, ShardedParameter) or NAME_ATTRIBUTE in parameter.__dict__:
         if not deferred_init.is_deferred(parameter):

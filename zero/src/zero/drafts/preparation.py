@@ -104,7 +104,9 @@ def _check_offload(model: nn.Module, optimizer: Optimizer, config: Config) -> No
     for each in members(optimizer):
         if rule_for(each) is None:
             _check_self_stepping(each, config)
-    if config.offload.compact and not _has_split_masters(model, config):
+    trainable = (p for p in model.parameters() if p.requires_grad and p.is_floating_point())
+    dtypes = {dtype_named(config.precision) or p.dtype for p in trainable}
+    if config.offload.compact and torch.bfloat16 not in dtypes:
         raise ConfigError(
             "Offload(compact=True) splits masters of trainable bf16 parameters, but the model has none: set "
             "precision='bf16', or keep compact=False"
@@ -132,11 +134,6 @@ def _check_self_stepping(optimizer: Optimizer, config: Config) -> None:
         )
     if config.offload.streams:
         raise ConfigError(f"Offload(step='device') {serves} tensors, all at once: set step='host'")
-
-
-def _has_split_masters(model: nn.Module, config: Config) -> bool:
-    trainable = (p for p in model.parameters() if p.requires_grad and p.is_floating_point())
-    return any((dtype_named(config.precision) or p.dtype) is torch.bfloat16 for p in trainable)
 
 
 _NO_MESH = (

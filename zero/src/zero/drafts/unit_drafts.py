@@ -93,38 +93,31 @@ def draft_units(
     how many values optimizers keep per element of each parameter; empty if no setting limits the memory of
     optimizer state.
     """
-    units = [(plan, config.stage < 3 or plan.persistent) for plan in prepared.plans]
-    parted = [_partition(plan, whole, config, prepared, sharing) for plan, whole in units]
+    wholes = [(plan, config.stage < 3 or plan.persistent) for plan in prepared.plans]
+    units = [(plan, whole, _partition(plan, whole, config, prepared, sharing)) for plan, whole in wholes]
+    kinds = [(kind, named, whole) for _, whole, groups in units for kind, named in groups.items()]
 
     def shards(kind: GroupKind) -> int:
         return sharing(kind.apart) if config.stage > 0 else 1
 
-    kinds = [
-        (kind, named, whole)
-        for (_, whole), groups in zip(units, parted, strict=True)
-        for kind, named in groups.items()
-    ]
     stepped_by = stepping_ranks(
         (kind.stepping, shards(kind), [p for _, p in named]) for kind, named, _ in kinds
     )
     policy = GradientPolicy.of(config, sharing(frozenset()))
     layouts = [_layout_of(kind, named, shards(kind)) for kind, named, _ in kinds]
-    requests = [
-        PlacementRequest(
-            layout.shard_numel,
-            kind.dtype.itemsize,
-            policy.slice_dtype(kind.dtype).itemsize,
-            kind.trainable,
-            whole,
-            moments=kind.moments,
-            divisible=kind.stepping.rule is not None,
-            beside=_state_beside(kind, named, layout, stepped_by, moments),
+    requests = []
+    for (kind, named, whole), layout in zip(kinds, layouts, strict=True):
+        sizes = layout.shard_numel, kind.dtype.itemsize, policy.slice_dtype(kind.dtype).itemsize
+        divisible = kind.stepping.rule is not None
+        beside = _state_beside(kind, named, layout, stepped_by, moments)
+        requests.append(
+            PlacementRequest(
+                *sizes, kind.trainable, whole, moments=kind.moments, divisible=divisible, beside=beside
+            )
         )
-        for (kind, named, whole), layout in zip(kinds, layouts, strict=True)
-    ]
     placed = zip(layouts, placer.place(requests), strict=True)  # in the order of units and groups
     drafts = []
-    for (plan, whole), groups in zip(units, parted, strict=True):
+    for plan, whole, groups in units:
         drafted = []
         for kind, named in groups.items():
             layout, placement = next(placed)
