@@ -87,7 +87,8 @@ class EMA:
         try:
             yield
         finally:
-            if self._applied:  # not after a change of weights in the block that was interrupted
+            # Not after a change of weights in the block that was interrupted.
+            if self._engine._integrity.exchanged is self.slices:
                 self.swap()
 
     def swap(self) -> None:
@@ -124,10 +125,6 @@ class EMA:
                 "a checkpoint of one engine cannot have the average of another's weights: save and restore "
                 "the average with the engine that it was made of"
             )
-
-    @property
-    def _applied(self) -> bool:
-        return self._engine._integrity.exchanged is self.slices
 
     def _check_weights(self, call: str) -> None:
         """Raise UsageError unless the model's weights are there."""

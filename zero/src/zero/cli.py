@@ -273,10 +273,7 @@ def convert(
 
 @app.command()
 @clean
-def inspect(
-    checkpoint: CheckpointPath,
-    as_json: AsJson = False,
-) -> None:
+def inspect(checkpoint: CheckpointPath, as_json: AsJson = False) -> None:
     """Show what is in a checkpoint: names, shapes, dtypes, sizes, and the job that wrote it."""
     from zero.sources.opening import open_source
 

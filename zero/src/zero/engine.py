@@ -26,7 +26,6 @@ from zero.migration_hints import explained, missing, no_tuple
 from zero.observe.observation import Facts, Observing
 from zero.observe.observer import Observer, Run
 from zero.observe.profiler import Profiler
-from zero.optimizer.state_offload import StateOffload
 from zero.pretrained import Request, fill_engine
 from zero.sharding.distributed import as_distributed
 from zero.sharding.lifetime import weakly
@@ -53,30 +52,27 @@ class Engine:
         module: nn.Module,
         optimizer: Optimizer,
         boundary: Boundary,
-        state_offload: StateOffload,
-        optimizer_state: OptimizerState,
         checkpoints: Checkpoints,
         attach: Callable[..., None],
     ) -> None:
         self.module = module
         self.optimizer = optimizer
-        self.config = boundary.config
+        self.config = boundary.training_pass.config
         self.accelerator = boundary.stores.accelerator
-        self.units = tuple(boundary.units)
+        self.units = tuple(boundary.training_pass.units)
         self._boundary = boundary
         self._communicator = boundary.communicator
         self._integrity = boundary.integrity
         self._pass = boundary.training_pass
         self._compiled = boundary.compiled
         self._reducer = boundary.reducer
-        self._factor = boundary.factor
+        self._factor = boundary.training_pass.factor
         self._held_gradients = boundary.held_gradients
         self._loss_scale = boundary.loss_scale
         self._placement = boundary.placement
         self._full_parameters = boundary.full_parameters
         self._tracer = boundary.tracer
-        self._state_offload = state_offload
-        self._optimizer_state = optimizer_state
+        self._state_offload = boundary.integrity.state_offload
         self._checkpoints = checkpoints
         self._attach = attach
 
@@ -388,8 +384,7 @@ class Engine:
         waits for the device. Before the last micro-batch it raises UsageError.
         """
         self._check_boundary("parameter_statistics")
-        full = self._full_parameters
-        return measure(self._reducer, self._held_gradients.factors_of, full.communicator, full.device)
+        return measure(self._reducer, self._held_gradients.factors_of)
 
     def full_optimizer_state(self, name: str) -> dict[str, Tensor]:
         """Return the whole optimizer state of `name` (for Adam: step, exp_avg, exp_avg_sq), in its dtypes.
@@ -399,7 +394,7 @@ class Engine:
         Raises UsageError after an optimizer step or a load that was interrupted.
         """
         self._integrity.check_complete()
-        return self._optimizer_state.of(name)
+        return OptimizerState(self._full_parameters, self._boundary.optimizer).of(name)
 
     @explained
     def save_checkpoint(
@@ -487,20 +482,10 @@ class Engine:
         self._check_loadable("load_pretrained")
         request = Request(as_path(path), strict, rename, self._checkpoints.storage)
         with self._boundary.loading(everything=False):
-            fill_engine(
-                self.module,
-                self._full_parameters.units,
-                self._full_parameters.communicator,
-                request,
-                self._boundary.begin_load,
-            )
+            fill_engine(self.module, self._full_parameters, request, self._boundary.begin_load)
 
     def save_pretrained(
-        self,
-        folder: str | Path,
-        *,
-        dtype: torch.dtype | None = None,
-        max_shard_size: int = 5_000_000_000,
+        self, folder: str | Path, *, dtype: torch.dtype | None = None, max_shard_size: int = 5_000_000_000
     ) -> None:
         """Write the whole weights to `folder` as transformers' `from_pretrained` reads them. Collective.
 
@@ -656,19 +641,13 @@ class Engine:
 
     def _facts(self) -> Facts:
         """Of the step that is just over."""
-        traffic = self.traffic
-        groups = self.optimizer.param_groups
-        rate = groups[0]["lr"] if groups else 0.0
-        scale = self._loss_scale
-        numbers = {
-            "learning_rate": rate if isinstance(rate, Tensor) else None,
-            "grad_norm": self._factor.norm,
-            "loss_scale": None if scale is None else scale.scale,
-            "skipped": None if scale is None else scale.in_a_row,
-        }
-        known: dict[str, Any] = {"memory": self._tracer.now(), "ranks": self.world_size}
-        if not isinstance(rate, Tensor):
-            known["learning_rate"] = rate
+        traffic, scale, groups = self.traffic, self._loss_scale, self.optimizer.param_groups
+        numbers = {"learning_rate": groups[0]["lr"] if groups else 0.0, "grad_norm": self._factor.norm}
+        if scale is not None:
+            numbers |= {"loss_scale": scale.scale, "skipped": scale.in_a_row}
+        on_device = {name: number for name, number in numbers.items() if isinstance(number, Tensor)}
+        known = {name: number for name, number in numbers.items() if name not in on_device}
+        known |= {"memory": self._tracer.now(), "ranks": self.world_size}
         totals: dict[str, Mapping[str, float]] = {
             "calls": dict(traffic.calls),
             "bytes": dict(traffic.bytes),
@@ -677,7 +656,7 @@ class Engine:
             "busy": self._boundary.stores.busy,
             "waited": {"waited": self._communicator.waited},
         }
-        return Facts(known, totals, {name: n for name, n in numbers.items() if n is not None})
+        return Facts(known, totals, on_device)
 
     def _begin_checkpoint(self, whole: bool) -> None:
         """Begin to load a checkpoint. whole: it has the whole model; otherwise the rest stays as it is."""

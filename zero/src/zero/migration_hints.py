@@ -70,11 +70,7 @@ ARGUMENT_HINTS: Mapping[str, Mapping[str, str]] = {
         "set_to_none": "engine.zero_grad() drops gradients; optimizer.zero_grad(set_to_none=False), "
         "which works without gradient_accumulation_steps, makes them zero"
     },
-    "state_dict": {
-        "destination": _ALWAYS_WHOLE,
-        "prefix": _ALWAYS_WHOLE,
-        "keep_vars": _ALWAYS_WHOLE,
-    },
+    "state_dict": {"destination": _ALWAYS_WHOLE, "prefix": _ALWAYS_WHOLE, "keep_vars": _ALWAYS_WHOLE},
     "load_state_dict": {"assign": "values are copied into the shards in any case; remove it"},
     "save_checkpoint": {
         "tag": _PATH,

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -30,6 +31,9 @@ from zero.sharding.distributed import local_of, region_of
 from zero.sharding.guard import OWNER_ATTRIBUTE
 from zero.sharding.sharded_unit import ShardedUnit, refill
 from zero.sharding.state_entries import entries_of
+
+if TYPE_CHECKING:
+    from zero.whole.full_parameters import FullParameters
 
 
 @dataclass(frozen=True)
@@ -68,11 +72,7 @@ class Promise:
 
 
 def load_pretrained(
-    model: nn.Module,
-    path: str | Path,
-    *,
-    strict: bool = True,
-    rename: Rename | None = None,
+    model: nn.Module, path: str | Path, *, strict: bool = True, rename: Rename | None = None
 ) -> None:
     """Fill a model's parameters and buffers from safetensors, before `zero.initialize`.
 
@@ -133,14 +133,10 @@ def keep_promises(units: Sequence[ShardedUnit], communicator: Communicator) -> N
 
 
 def fill_engine(
-    model: nn.Module,
-    units: Sequence[ShardedUnit],
-    communicator: Communicator,
-    request: Request,
-    before_change: Callable[[], None],
+    model: nn.Module, full: FullParameters, request: Request, before_change: Callable[[], None]
 ) -> None:
     """Do what Engine.load_pretrained does. before_change: called once everything has been checked."""
-    together = Together(communicator, "pretrained weights")
+    together = Together(full.communicator, "pretrained weights")
     opened: list[SafetensorsWeights] = []
     keys: dict[str, str] = {}
 
@@ -150,13 +146,13 @@ def fill_engine(
 
     def change() -> None:
         fill_buffers(model, TensorReader(opened[0]), keys)
-        _fill_shards(units, {opened[0]: keys})
+        _fill_shards(full.units, {opened[0]: keys})
 
     try:
         together(check)
         before_change()
         together(change)
-        refill(units, frozen=True)
+        refill(full.units, frozen=True)
     finally:
         for weights in opened:
             weights.close()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import InitVar, dataclass
 from functools import partial
 from typing import Any
 
@@ -27,6 +28,7 @@ class NotOneGraph(Exception):
     """Raised for a model that cannot run as one graph, although it traces as one."""
 
 
+@dataclass(eq=False, repr=False)
 class ShardingBackend:
     """A dynamo backend for graphs some of whose inputs are the engine's parameters.
 
@@ -35,17 +37,13 @@ class ShardingBackend:
     want it. Keeps no tensor, because dynamo keeps backends.
     """
 
-    def __init__(
-        self,
-        facts: Facts,
-        parameters: Sequence[nn.Parameter],
-        settings: Compile,
-        activations: float,
-        telling: inductor.Telling,
-    ) -> None:
-        self.facts = facts
-        self.settings = settings
-        self.activations = activations
+    facts: Facts
+    parameters: InitVar[Sequence[nn.Parameter]]
+    settings: Compile
+    activations: float
+    telling: InitVar[inductor.Telling]
+
+    def __post_init__(self, parameters: Sequence[nn.Parameter], telling: inductor.Telling) -> None:
         self.reports: list[GraphReport] = []
         self.generator = inductor.CodeGenerator(telling)
         self._numbers = {id(p): n for n, p in enumerate(parameters)}
@@ -54,19 +52,17 @@ class ShardingBackend:
         parameters = self._locate(inputs)
         self._check_results(module, parameters)
         inputs, of_locals = take_locals(module, inputs, parameters)
-        partition, inference = partial(self._partition, parameters), partial(self._inference, parameters)
+        passes = inputs, partial(self._partition, parameters), partial(self._inference, parameters)
         reported = len(self.reports)
         if self.settings.inner == "aot_eager":
-            return of_locals(_one_by_one(module, inputs, partition, inference))
+            return of_locals(_one_by_one(module, *passes))
 
         def otherwise(untouched: fx.GraphModule) -> inductor.Compiled:
             del self.reports[reported:]
-            return _one_by_one(untouched, inputs, partition, inference)
+            return _one_by_one(untouched, *passes)
 
-        compiled = self.generator.generate(
-            module, lambda: inductor.compile_graph(module, inputs, partition, inference), otherwise
-        )
-        return of_locals(compiled)
+        compile = partial(inductor.compile_graph, module, *passes)
+        return of_locals(self.generator.generate(module, compile, otherwise))
 
     def _partition(
         self, parameters: Parameters, joint: fx.GraphModule, fakes: Sequence[Any], **options: Any
@@ -119,10 +115,7 @@ def _by_name(module: fx.GraphModule, parameters: Parameters) -> dict[str, Parame
 
 
 def _one_by_one(
-    module: fx.GraphModule,
-    inputs: Sequence[Any],
-    partition: inductor.Partition,
-    inference: Callable[[fx.GraphModule], fx.GraphModule],
+    graph: fx.GraphModule, inputs: Sequence[Any], partition: inductor.Partition, inference: inductor.Inference
 ) -> inductor.Compiled:
     """What runs the operations of the graph after the passes, without generated code."""
     compiler = aot_autograd(
@@ -132,5 +125,5 @@ def _one_by_one(
         partition_fn=partition,
         keep_inference_input_mutations=True,
     )
-    compiled: inductor.Compiled = compiler(module, inputs)
+    compiled: inductor.Compiled = compiler(graph, inputs)
     return compiled

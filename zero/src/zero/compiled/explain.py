@@ -87,19 +87,14 @@ class Explanation:
 def report(graph: ShardedGraph, kind: str, counts: dict[str, int]) -> GraphReport:
     """Report on a graph that all passes are done with."""
     on_demand = graph.begins()
-    gathers = tuple(
-        Gather(
-            graph.facts.units[graph.unit_of(node)].name,
-            travels_in(node),
-            graph.nbytes(node),
-            graph.nbytes_ahead(node),
-            graph.unit_of(node) not in on_demand,
-        )
-        for node in graph.waits()
-    )
+    gathers = []
+    for node in graph.waits():
+        unit, sizes = graph.unit_of(node), (graph.nbytes(node), graph.nbytes_ahead(node))
+        name = graph.facts.units[unit].name
+        gathers.append(Gather(name, travels_in(node), *sizes, unit not in on_demand))
     reduced = len(graph.graph.find_nodes(op="call_function", target=REDUCE))
     live = peak_of(graph, inputs_go=kind == "backward")
-    return GraphReport(kind, gathers, counts, reduced, predicted_peak(graph), live, text(graph.graph))
+    return GraphReport(kind, tuple(gathers), counts, reduced, predicted_peak(graph), live, text(graph.graph))
 
 
 def predicted_peak(graph: ShardedGraph) -> int:

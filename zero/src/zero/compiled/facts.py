@@ -7,7 +7,6 @@ A *parameter number* is a parameter's place in `Facts.parameters`, a unit's *ind
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -16,6 +15,7 @@ from zero.communication.quantised import Quantised
 from zero.gradients.group_gradients import GradientPolicy
 from zero.optimizer.record_streamer import RecordStreamer
 from zero.sharding.sharded_unit import ShardedUnit
+from zero.training_pass.training_pass import TrainingPass
 
 
 @dataclass(frozen=True)
@@ -77,17 +77,16 @@ class Facts:
     passing: int = 0
 
 
-def gather_facts(
-    handle: int, units: Sequence[ShardedUnit], record_streamer: RecordStreamer, policy: GradientPolicy
-) -> Facts:
+def gather_facts(handle: int, training_pass: TrainingPass) -> Facts:
     """The facts about an engine. Parameters are numbered in the order of units, groups and slots."""
     parameters: list[ParameterFacts] = []
+    units, streamed = training_pass.units, training_pass.streamed_state
     for unit in units:
         for group in unit.groups:
             for name in group.names:
                 parameters.append(ParameterFacts(len(parameters), name, unit.index, group.trainable))
-    of_units = tuple(_of_unit(unit, record_streamer, policy) for unit in units)
-    return Facts(handle, of_units, tuple(parameters), record_streamer.scratch, record_streamer.passing_bytes)
+    of_units = tuple(_of_unit(unit, streamed, training_pass.reducer.policy) for unit in units)
+    return Facts(handle, of_units, tuple(parameters), streamed.scratch, streamed.passing_bytes)
 
 
 def _of_unit(unit: ShardedUnit, record_streamer: RecordStreamer, policy: GradientPolicy) -> UnitFacts:

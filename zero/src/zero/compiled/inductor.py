@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 from torch import fx
 from torch._functorch import config as functorch_config
@@ -24,6 +24,7 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 Compiled = Callable[..., Any]
 Telling = Callable[[str, str], AbstractContextManager[None]]
 Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
+Inference = Callable[[fx.GraphModule], fx.GraphModule]
 AT_ONCE = {"force_non_lazy_backward_lowering": True}
 
 
@@ -38,10 +39,7 @@ class CodeGenerator:
         self._telling = telling
 
     def generate(
-        self,
-        module: fx.GraphModule,
-        compile: Callable[[], Compiled],
-        otherwise: Callable[[fx.GraphModule], Compiled],
+        self, module: fx.GraphModule, compile: Callable[[], Compiled], otherwise: Callable[..., Compiled]
     ) -> Compiled:
         """Compile dynamo's graph, `module`. otherwise: makes something of the graph as it was if that fails;
         what it raises was no fault of inductor's."""
@@ -60,9 +58,7 @@ class CodeGenerator:
 
         def compile() -> Compiled:
             with functorch_config.patch(AT_ONCE):
-                compiled: Any = compile_fx(module, inputs)
-            assert callable(compiled)
-            return compiled  # type: ignore[no-any-return]
+                return cast(Compiled, compile_fx(module, inputs))
 
         return self.generate(module, compile, lambda untouched: untouched.forward)
 
@@ -74,10 +70,7 @@ _ONE_BY_ONE = (
 
 
 def compile_graph(
-    module: fx.GraphModule,
-    inputs: Sequence[Any],
-    partition: Partition,
-    inference: Callable[[fx.GraphModule], fx.GraphModule],
+    module: fx.GraphModule, inputs: Sequence[Any], partition: Partition, inference: Inference
 ) -> Compiled:
     """Compile dynamo's graph. partition: takes the place of inductor's own. inference: runs before its
     compiler, on graphs without a backward."""
@@ -92,9 +85,7 @@ def compile_graph(
     patches = {"custom_partitioner_fn": _Partitioner(partition), "reorder_for_peak_memory": False}
     settings = {**AT_ONCE, "enable_autograd_cache": False}  # a cache would skip the passes and their reports
     with functorch_config.patch(settings):
-        compiled: Any = compile_fx(module, inputs, inner, patches)
-    assert callable(compiled)
-    return compiled  # type: ignore[no-any-return]
+        return cast(Compiled, compile_fx(module, inputs, inner, patches))
 
 
 class _Partitioner(CustomPartitionerFn):  # type: ignore[misc,unused-ignore]

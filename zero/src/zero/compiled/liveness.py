@@ -36,29 +36,23 @@ def peak_of(graph: ShardedGraph, inputs_go: bool) -> int:
 
 
 class Liveness:
-    """The memory that one graph takes, in any order of its nodes."""
+    """The memory that one graph takes, in any order of its nodes.
+
+    storages: for each node, those whose memory its value may be. touched: those that it reads, writes or
+    makes.
+    """
 
     def __init__(self, graph: ShardedGraph, inputs_go: bool) -> None:
         self._inputs = graph.graph.find_nodes(op="placeholder")
-        self._storages = _storages(graph.graph)
-        values = {n for n, storages in self._storages.items() if storages == {n}} - graph.parameters.keys()
+        self.storages = _storages(graph.graph)
+        values = {n for n, storages in self.storages.items() if storages == {n}} - graph.parameters.keys()
         counted = _counted(self._inputs)
-        self._own = {n: bytes_of(n, counted) if n in values else 0 for n in self._storages}
-        self._touched = {n: self._touched_by(n) for n in self._storages}
-        held = self._touched[outputs(graph.graph)] | (set() if inputs_go else set(self._inputs))
-        self._touches = Counter(s for touched in self._touched.values() for s in touched if s not in held)
+        self._own = {n: bytes_of(n, counted) if n in values else 0 for n in self.storages}
+        nodes = self.storages
+        self.touched = {n: {s for i in (*n.all_input_nodes, n) for s in nodes[i]} for n in nodes}
+        held = self.touched[outputs(graph.graph)] | (set() if inputs_go else set(self._inputs))
+        self._touches = Counter(s for touched in self.touched.values() for s in touched if s not in held)
         self._comes, self._goes = _engine_bytes(graph)
-
-    def _touched_by(self, node: fx.Node) -> set[fx.Node]:
-        return {s for source in (*node.all_input_nodes, node) for s in self._storages[source]}
-
-    def storages(self, node: fx.Node) -> set[fx.Node]:
-        """The nodes whose memory the value of `node` may be."""
-        return self._storages[node]
-
-    def touched(self, node: fx.Node) -> set[fx.Node]:
-        """The storages that `node` reads, writes or makes."""
-        return self._touched[node]
 
     def start(self) -> Live:
         """A run before its first node, when the inputs are there."""
@@ -87,7 +81,7 @@ class Liveness:
     def given_back(self, node: fx.Node, left: Counter[fx.Node]) -> int:
         """Bytes that go after a node. left: for each storage, how many nodes that touch it have not run yet,
         this one included."""
-        return self._goes[node] + sum(self._own[s] for s in self._touched[node] if left[s] == 1)
+        return self._goes[node] + sum(self._own[s] for s in self.touched[node] if left[s] == 1)
 
 
 class Live:
@@ -109,7 +103,7 @@ class Live:
         higher, left = self.would(node)
         self.peak += higher
         self.nbytes += left
-        self._left.subtract(self._liveness.touched(node))
+        self._left.subtract(self._liveness.touched[node])
 
 
 def _storages(graph: fx.Graph) -> dict[fx.Node, set[fx.Node]]:

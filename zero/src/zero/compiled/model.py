@@ -10,7 +10,7 @@ Importing this module imports the compiler, which takes seconds, so only those w
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +22,6 @@ from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, To
 from torch.autograd.graph import saved_tensors_hooks
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from zero.communication.communicator import Communicator
 from zero.compiled.backend import NotOneGraph, ShardingBackend
 from zero.compiled.explain import Explanation
 from zero.compiled.facts import gather_facts
@@ -30,12 +29,10 @@ from zero.compiled.persistence import Persistence
 from zero.compiled.runtime import Runtime
 from zero.config.training import Config
 from zero.errors import UsageError, ZeroError, some
-from zero.gradients.group_gradients import GradientPolicy
-from zero.optimizer.record_streamer import RecordStreamer
 from zero.sharding.distributed import follow_local
 from zero.sharding.forms import with_tensors_inside
 from zero.sharding.lifetime import ModelRef, weakly
-from zero.sharding.sharded_unit import Keep, ShardedUnit
+from zero.sharding.sharded_unit import Keep
 from zero.sharding.tensors import iter_tensors
 from zero.tiers.stores import Stores
 from zero.tiers.tier import wanted
@@ -46,31 +43,19 @@ class CompiledModel:
     """Takes over the calls of `module`, as `config.compile` says; its other modules, called by themselves,
     stay eager."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        config: Config,
-        units: Sequence[ShardedUnit],
-        stores: Stores,
-        communicator: Communicator,
-        record_streamer: RecordStreamer,
-        training_pass: TrainingPass,
-    ) -> None:
+    def __init__(self, module: nn.Module, stores: Stores, training_pass: TrainingPass) -> None:
+        config, communicator = training_pass.config, training_pass.communicator
         assert config.compile is not None
         self._settings = settings = config.compile
         self._model = ModelRef(module)
-        self._units = tuple(units)
+        self._units = tuple(training_pass.units)
         self._pass = training_pass
         self._around = communicator.together if wanted(config.offload, "params").stored else nullcontext
         self._telling = weakly(communicator.telling)
-        accelerator, policy = stores.accelerator, GradientPolicy.of(config, communicator.group.size)
-        self._runtime = runtime = Runtime(units, accelerator, training_pass, record_streamer)
-        facts, leaving = (
-            gather_facts(runtime.handle, units, record_streamer, policy),
-            _leaving(config, stores),
-        )
+        self._runtime = runtime = Runtime(stores.accelerator, training_pass)
+        facts, leaving = gather_facts(runtime.handle, training_pass), _leaving(config, stores)
         self._backend = ShardingBackend(facts, runtime.parameters, settings, leaving, self._telling)
-        self._persistence = Persistence(runtime, accelerator, communicator, settings.persist_budget)
+        self._persistence = Persistence(runtime, stores.accelerator, communicator, settings.persist_budget)
         for each in module.modules():
             _settle_hook_order(each)
         for unit in self._units:

@@ -70,11 +70,6 @@ def _named(dtype: torch.dtype | int) -> torch.dtype:
     return _NUMBERED[dtype] if isinstance(dtype, int) else dtype
 
 
-def gathered_dtype(dtype: torch.dtype, travelling: torch.dtype) -> torch.dtype:
-    """The dtype in which values of a `dtype` parameter come out of a gather."""
-    return travelling if dtype is torch.float32 else dtype
-
-
 def _of_parameters(name: str, arguments: str, method: Callable[..., None]) -> torch._ops.OpOverload:
     """Define an operation that has the runtime do something about units, and reads no values. arguments:
     those after the graph's inputs and the engine, which are the method's."""
@@ -100,7 +95,7 @@ WAIT = _define(
     "wait_allgather(Tensor(a)[] params, int engine, int[] numbers, ScalarType dtype) -> Tensor(a)[]",
     lambda params, engine, numbers, dtype: lookup(engine).gather(numbers, _named(dtype)),
     fake=lambda params, engine, numbers, dtype: [
-        torch.empty_like(p, dtype=gathered_dtype(p.dtype, _named(dtype))) for p in params
+        torch.empty_like(p, dtype=_named(dtype) if p.dtype is torch.float32 else p.dtype) for p in params
     ],
 )
 RELEASE = _define(

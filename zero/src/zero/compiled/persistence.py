@@ -56,51 +56,47 @@ def choose(candidates: Iterable[PersistCandidate], room: int) -> tuple[PersistCa
     return tuple(chosen)
 
 
+@dataclass(eq=False, repr=False)
 class Persistence:
     """budget: bytes that units may take on each rank; "auto": what the watched steps left of the device.
 
     chosen: units that persist, worth most first. room: the budget in bytes; None before it is decided.
     """
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        accelerator: Accelerator,
-        communicator: Communicator,
-        budget: int | Literal["auto"],
-    ) -> None:
+    runtime: Runtime
+    accelerator: Accelerator
+    communicator: Communicator
+    budget: int | Literal["auto"]
+
+    def __post_init__(self) -> None:
         self.chosen: tuple[PersistCandidate, ...] = ()
         self.room: int | None = None
-        self._runtime = runtime
-        self._accelerator = accelerator
-        self._communicator = communicator
-        self._budget = budget
         self._steps = 0
 
     def after_step(self) -> None:
         """Collective. Called between optimizer steps."""
         if self.room is not None:
             self._follow_growth()
-        elif self._budget != 0:
+        elif self.budget != 0:
             self._watch()
 
     def _watch(self) -> None:
         self._steps += 1
         if self._steps == WARM_UP:
-            self._runtime.profile = Profile(self._accelerator.memory)
+            self.runtime.profile = Profile(self.accelerator.memory)
         elif self._steps == WARM_UP + WATCHED:
-            profile, self._runtime.profile = self._runtime.profile, None
+            profile, self.runtime.profile = self.runtime.profile, None
             assert profile is not None
             self._decide(profile)
-        self._accelerator.memory.reset_peak()
+        self.accelerator.memory.reset_peak()
 
     def _follow_growth(self) -> None:
-        memory, exact = self._accelerator.memory, self._accelerator.capabilities.exact_memory
-        if not (self.chosen and exact and self._budget == "auto"):
+        memory, exact = self.accelerator.memory, self.accelerator.capabilities.exact_memory
+        if not (self.chosen and exact and self.budget == "auto"):
             return
-        excess = memory.stats().peak - usable(self._accelerator)
-        if self._communicator.agree(excess > 0):
-            self._give_up(max(self._communicator.all_gather_object(excess)))
+        excess = memory.stats().peak - usable(self.accelerator)
+        if self.communicator.agree(excess > 0):
+            self._give_up(max(self.communicator.all_gather_object(excess)))
             memory.reset_peak()
 
     def _give_up(self, nbytes: int) -> None:
@@ -108,32 +104,32 @@ class Persistence:
         assert self.room is not None
         while self.chosen and nbytes > 0:
             *stay, last = self.chosen
-            self._runtime.set_persistent(last.what, False)
+            self.runtime.set_persistent(last.what, False)
             self.chosen, nbytes, self.room = tuple(stay), nbytes - last.nbytes, self.room - last.nbytes
 
     @torch.no_grad()
     def _decide(self, profile: Profile) -> None:
-        self._runtime.invalidate(self._runtime.units)
+        self.runtime.invalidate(self.runtime.units)
         candidates = self._candidates(profile)
-        self.room = min(self._communicator.all_gather_object(self._room(profile.peak)))
+        self.room = min(self.communicator.all_gather_object(self._room(profile.peak)))
         self.chosen = choose(candidates, self.room)
         for candidate in self.chosen:
-            self._runtime.set_persistent(candidate.what, True)
+            self.runtime.set_persistent(candidate.what, True)
 
     def _candidates(self, profile: Profile) -> list[PersistCandidate]:
         """The candidates, the same on every rank."""
         repeated = self._repeated(profile)
-        with self._runtime.unseen():
+        with self.runtime.unseen():
             mine = [
-                (profile.gathers[what] / WATCHED - 1, self._seconds(what), self._runtime.nbytes(what))
+                (profile.gathers[what] / WATCHED - 1, self._seconds(what), self.runtime.nbytes(what))
                 for what in repeated
             ]
         found = []
         for what, of_ranks in zip(
-            repeated, zip(*self._communicator.all_gather_object(mine), strict=True), strict=True
+            repeated, zip(*self.communicator.all_gather_object(mine), strict=True), strict=True
         ):
             saved, seconds, nbytes = zip(*of_ranks, strict=True)
-            name = self._runtime.unit(what).name
+            name = self.runtime.unit(what).name
             found.append(PersistCandidate(name, what, max(nbytes), fmean(saved), fmean(seconds)))
         return found
 
@@ -141,15 +137,15 @@ class Persistence:
         """What all ranks gather more than once per step, in the same order."""
         mine = [(unit, str(dtype)) for (unit, dtype), n in profile.gathers.items() if n > WATCHED]
         theirs = (
-            {(unit, name) for unit, name in found} for found in self._communicator.all_gather_object(mine)
+            {(unit, name) for unit, name in found} for found in self.communicator.all_gather_object(mine)
         )
         return [(u, getattr(torch, n.removeprefix("torch."))) for u, n in sorted(set.intersection(*theirs))]
 
     def _seconds(self, what: Gathered) -> float:
         """The time of one gather by itself, carried out as graphs do it."""
         unit, dtype = what
-        handle, streams = self._runtime.handle, self._accelerator.streams
-        numbers, params = self._runtime.parameters_of(unit)
+        handle, streams = self.runtime.handle, self.accelerator.streams
+        numbers, params = self.runtime.parameters_of(unit)
         times = []
         for _ in range(REPEATS):
             begun = streams.current().record()
@@ -157,15 +153,15 @@ class Persistence:
             values = WAIT(params, handle, numbers, dtype)
             times.append(streams.current().record().seconds_since(begun))
             RELEASE(values, handle, unit)
-            self._runtime.invalidate([self._runtime.units[unit]])
+            self.runtime.invalidate([self.runtime.units[unit]])
         return min(times)
 
     def _room(self, peak: int) -> int:
         """Bytes that this rank can spare."""
-        if self._budget != "auto":
-            return self._budget
-        stats, ranks = self._accelerator.memory.stats(), self._communicator.group.size
-        room = usable(self._accelerator) - peak
-        if self._accelerator.capabilities.shared_device:
+        if self.budget != "auto":
+            return self.budget
+        stats, ranks = self.accelerator.memory.stats(), self.communicator.group.size
+        room = usable(self.accelerator) - peak
+        if self.accelerator.capabilities.shared_device:
             room = min(room, stats.free // ranks)
         return max(room, 0)

@@ -20,7 +20,6 @@ from accelz import Accelerator, Memory
 from zero.compiled.activations import Activations
 from zero.compiled.pending_backwards import PendingBackwards
 from zero.errors import UsageError
-from zero.optimizer.record_streamer import RecordStreamer
 from zero.sharding.gather_format import EXACT, GatherFormat
 from zero.sharding.sharded_unit import ShardedUnit, State
 from zero.training_pass.training_pass import TrainingPass
@@ -54,23 +53,17 @@ class Runtime:
     state. units: by index.
     """
 
-    def __init__(
-        self,
-        units: Sequence[ShardedUnit],
-        accelerator: Accelerator,
-        training_pass: TrainingPass,
-        record_streamer: RecordStreamer,
-    ) -> None:
+    def __init__(self, accelerator: Accelerator, training_pass: TrainingPass) -> None:
         self.handle = next(_handles)
         self.peak = 0
         self.profile: Profile | None = None
         self.activations = Activations(accelerator)
-        self.units = tuple(units)
+        self.units = tuple(training_pass.units)
         self.pending_backwards = PendingBackwards(self.units, training_pass)
-        self._slots = [(u, g, i) for u in units for g in u.groups for i in range(len(g.parameters))]
+        self._slots = [(u, g, i) for u in self.units for g in u.groups for i in range(len(g.parameters))]
         self._pass = training_pass
         self._unseen = False
-        self._record_streamer = record_streamer
+        self._record_streamer = training_pass.streamed_state
         self._held: Counter[ShardedUnit] = Counter()
         self._whole: dict[tuple[ShardedUnit, GatherFormat], int] = {}
         _runtimes[self.handle] = self

@@ -17,7 +17,7 @@ with `grad = None`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import Any
 
 import torch
@@ -46,6 +46,7 @@ class _Reduction:
     handle: NamedHandle | None
 
 
+@dataclass(eq=False, repr=False)
 class GradientReducer:
     """All trainable groups' gradients, reduced in a fixed order while backward runs.
 
@@ -53,22 +54,16 @@ class GradientReducer:
     when it has to say which overflow; None without a loss scale.
     """
 
-    def __init__(
-        self,
-        units: Sequence[ShardedUnit],
-        stores: Stores,
-        communicator: Communicator,
-        policy: GradientPolicy,
-        settings: Callable[[], Mapping[str, Any]],
-        skipped_steps: SkippedSteps | None,
-    ) -> None:
-        self._stores = stores
-        self._communicator = communicator
-        self._policy = policy
-        self._settings = settings
-        self._skipped_steps = skipped_steps
+    units: InitVar[Sequence[ShardedUnit]]
+    stores: Stores
+    communicator: Communicator
+    policy: GradientPolicy
+    settings: Callable[[], Mapping[str, Any]]
+    skipped_steps: SkippedSteps | None
+
+    def __post_init__(self, units: Sequence[ShardedUnit]) -> None:
         self.all: tuple[GroupGradients, ...] = tuple(
-            GroupGradients(group, unit, stores, policy)
+            GroupGradients(group, unit, self.stores, self.policy)
             for unit in units
             for group in unit.groups
             if group.trainable
@@ -85,26 +80,26 @@ class GradientReducer:
         self._communicate = True
         self._last = True
         self._reductions: list[_Reduction] = []
-        self._alone = communicator.group.size == 1
+        self._alone = self.communicator.group.size == 1
         self._by_times: dict[int, list[GroupGradients]] = {}  # how many ranks have the same slices
         for gradients in self.all:
             self._by_times.setdefault(gradients.times, []).append(gradients)
         several = any(gradients.group.mesh.replicas is not None for gradients in self.all)
-        self._replica_sums = ReplicaSums(communicator) if several else None
+        self._replica_sums = ReplicaSums(self.communicator) if several else None
 
     @property
     def local(self) -> bool:
         """Whether gradients are communicated only at the last micro-batch."""
-        return self._policy.local
+        return self.policy.local
 
     def begin_backward(self, last: bool) -> None:
         """A backward starts. last: whether it is the last of the micro-batches before the optimizer step."""
         self._last = last
-        self._communicate = last or not self._policy.local
+        self._communicate = last or not self.policy.local
         self._next = 0
         self._observed.clear()
         for gradients in self.all:
-            with self._communicator.postponing_disk_errors():
+            with self.communicator.postponing_disk_errors():
                 gradients.begin_backward(last)
 
     def completes_unit(self, gradients: GroupGradients) -> bool:
@@ -161,22 +156,22 @@ class GradientReducer:
         late = self._used_and_late()
         if late and last:
             for gradients in late:
-                with self._communicator.postponing_disk_errors():
+                with self.communicator.postponing_disk_errors():
                     gradients.keep_late()
             self._reduce_all(late)
-            self._communicator.agree()
+            self.communicator.agree()
 
     def check_settings(self) -> None:
         """Raise RankMismatchError if they differ among ranks with the same data, which no backward compares.
         Collective."""
-        self._communicator.check_alike(self._settings)
+        self.communicator.check_alike(self.settings)
 
     @property
     def same_everywhere(self) -> bool:
         """Whether every rank of the job has all that there is of every group's gradients. The same on all
         ranks: one that has no gradients at all may be a stage beside others that have some."""
-        return set(self._by_times) <= {self._communicator.whole.size} and (
-            bool(self._by_times) or not self._communicator.divided
+        return set(self._by_times) <= {self.communicator.whole.size} and (
+            bool(self._by_times) or not self.communicator.divided
         )
 
     def norm_and_nonfinite(self) -> Tensor:
@@ -186,13 +181,13 @@ class GradientReducer:
 
         Raises OutOfMemoryError, having changed nothing.
         """
-        chunk = self._stores.accelerator.kernels.chunk
+        chunk = self.stores.accelerator.kernels.chunk
         largest = max((gradients.group.layout.shard_numel for gradients in self.all), default=0)
         wanted = 4 * min(largest, chunk)  # what the torch references take to widen 16-bit values
-        return allocate(self._stores, "for the norm of the gradients", None, wanted, self._share_of_norm)
+        return allocate(self.stores, "for the norm of the gradients", None, wanted, self._share_of_norm)
 
     def _share_of_norm(self) -> Tensor:
-        device = self._stores.accelerator.device
+        device = self.stores.accelerator.device
         total: Tensor | None = None
         for times, gradients in self._by_times.items():
             found = self._norm(gradients)
@@ -204,7 +199,7 @@ class GradientReducer:
     def _norm(self, having: Iterable[GroupGradients]) -> Tensor:
         """One call for all slices on the device. Those elsewhere are taken one by one on the host, from
         whatever tier: where they lie does not change the norm."""
-        device = self._stores.accelerator.device
+        device = self.stores.accelerator.device
         near: list[Tensor] = []
         far: list[Values] = []
         for gradients in having:
@@ -216,7 +211,7 @@ class GradientReducer:
                     far.append(values)
         if not near:
             return self._norm_on_host(far).to(device)
-        result = self._stores.kernels(device).norm_and_nonfinite(near)
+        result = self.stores.kernels(device).norm_and_nonfinite(near)
         return result + self._norm_on_host(far).to(device) if far else result
 
     def norms_of(self, parts: Sequence[Tensor], order: float) -> Tensor:
@@ -225,16 +220,16 @@ class GradientReducer:
         On the host, a kernel takes a third of the time of torch's function for 16-bit values.
         """
         if order == 2.0 and parts[0].device.type == HOST.type:
-            kernels = self._stores.kernels(parts[0].device)
+            kernels = self.stores.kernels(parts[0].device)
             return torch.stack([kernels.norm_and_nonfinite([part])[0] for part in parts]).sqrt_()
         return torch.stack(torch._foreach_norm(list(parts), order, dtype=torch.float32))
 
     def _norm_on_host(self, slices: Sequence[Values]) -> Tensor:
         """One slice after another, so that those on disk are not in memory all at once."""
-        kernels = self._stores.kernels(HOST)
+        kernels = self.stores.kernels(HOST)
         total = torch.zeros(2, dtype=torch.float64, device=HOST)
         for values in slices:
-            with self._communicator.postponing_disk_errors():
+            with self.communicator.postponing_disk_errors():
                 total += kernels.norm_and_nonfinite([values.to(HOST)])
         result = total.float()
         result[1] += ~torch.isfinite(result[0])  # squares that overflow count as infinite
@@ -258,7 +253,7 @@ class GradientReducer:
     def clear(self) -> None:
         """Drop all gradients: after the optimizer step, or after an exception."""
         for reduction in self._reductions:
-            if reduction.handle is not None and not self._communicator.failed:
+            if reduction.handle is not None and not self.communicator.failed:
                 reduction.handle.wait()
         self._reductions.clear()
         if self._replica_sums is not None:
@@ -272,16 +267,16 @@ class GradientReducer:
             self._wait_oldest()  # what is under way is about to be added to
         whole = gradients.detach_whole()
         data = whole.data
-        if self._skipped_steps is not None and self._skipped_steps.searching:
-            self._skipped_steps.search(gradients, data)
+        if self.skipped_steps is not None and self.skipped_steps.searching:
+            self.skipped_steps.search(gradients, data)
         group, unit, ranks = gradients.group, gradients.unit.name, gradients.group.mesh.shards
         result, handle = data, None
         with ranged("reduce", unit):
             if group.shards > 1:
                 result = gradients.empty_slice(data.dtype)
-                handle = self._communicator.reduce_scatter(unit, result, data, ranks)
+                handle = self.communicator.reduce_scatter(unit, result, data, ranks)
             elif ranks.size > 1:
-                handle = self._communicator.all_reduce(unit, data, ranks)
+                handle = self.communicator.all_reduce(unit, data, ranks)
         self._reductions.append(_Reduction(gradients, whole, result, handle))
         while len({r.gradients.unit for r in self._reductions}) > UNDER_REDUCTION:
             self._wait_oldest()
@@ -302,7 +297,7 @@ class GradientReducer:
         if self._replica_sums is not None and done.gradients.group.mesh.replicas is not None:
             self._replica_sums.take(done.gradients, done.whole, done.result, self._last)
             return
-        with self._communicator.postponing_disk_errors():
+        with self.communicator.postponing_disk_errors():
             done.gradients.store_reduced(done.whole, done.result)
 
     def summed(self, gradients: GroupGradients) -> Values:
@@ -323,10 +318,10 @@ class GradientReducer:
         """
         counts = [len(g.group.parameters) for g in self.all]
         late: list[int] = []
-        if self._communicator.agree(any(g.partial or g.filled for g in self.all), self._settings):
+        if self.communicator.agree(any(g.partial or g.filled for g in self.all), self.settings):
             mine = torch.cat([_flags(g.locally_used, n) for g, n in zip(self.all, counts, strict=True)])
             after = torch.tensor([bool(g.filled) for g in self._order], dtype=torch.uint8, device=HOST)
-            *flags, after = self._communicator.highest("usage", torch.cat([mine, after])).split(
+            *flags, after = self.communicator.highest("usage", torch.cat([mine, after])).split(
                 [*counts, len(after)]
             )
             used = [f.nonzero().flatten().tolist() for f in flags]
@@ -347,8 +342,8 @@ class GradientReducer:
         seen = list(dict.fromkeys(self._observed))
         numbers = [place[g] for g in (*seen, *(g for g in self._order if g not in seen))]
         order = torch.tensor(numbers, device=HOST)
-        if self._communicator.group.size > 1:
-            self._communicator.broadcast("gradient order", order, 0)
+        if self.communicator.group.size > 1:
+            self.communicator.broadcast("gradient order", order, 0)
         self._order = [self.all[i] for i in order.tolist()]
 
 

@@ -49,7 +49,6 @@ from zero.training_pass.training_pass import TrainingPass
 from zero.whole.full_parameters import FullParameters
 from zero.whole.gathered import mark_parameters
 from zero.whole.held_gradients import HeldGradients
-from zero.whole.optimizer_state import OptimizerState
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,10 +107,8 @@ def _check_same(sharded: Sharded, prepared: Prepared) -> None:
     """Raise RankMismatchError if ranks have different optimizers; collective."""
     optimizer, param_group_of = prepared.optimizer, prepared.param_group_of
     communicator = sharded.site.communicator
-    named = [
-        named for group in sharded.trainable for named in zip(group.names, group.parameters, strict=True)
-    ]
-    told = {name: param_group_of[parameter] for name, parameter in named if parameter in param_group_of}
+    named = (zip(group.names, group.parameters, strict=True) for group in sharded.trainable)
+    told = {name: param_group_of[p] for pairs in named for name, p in pairs if p in param_group_of}
     if communicator.divided:
         check_count(optimizer, communicator)
     communicator.check_equal({"the optimizer": f"{how_stepped(optimizer, sharded.site.config)} {told}"})
@@ -140,7 +137,7 @@ def _parts(
     )
     state_offload = StateOffload(units, sharded_optimizer, communicator)
     integrity = Integrity(model, units, sharded_optimizer, state_offload)
-    full_parameters = FullParameters(model, units, communicator, site.meshes, integrity)
+    full_parameters = FullParameters(model, tuple(units), communicator, site.meshes, integrity)
     mark_parameters(model, full_parameters)
     guard_moves(model)
     changes: dict[str, Any] = {}  # by the program, to gradients
@@ -153,17 +150,14 @@ def _parts(
         skipped_steps,
     )
     held_gradients = HeldGradients(reducer, factor, communicator, full_parameters, sharded_optimizer, changes)
+    on_disk = wanted(config.offload, "params").stored
     training_pass = TrainingPass(
         module=model,
         config=config,
         device_type=device_type,
         communicator=communicator,
         units=units,
-        schedule=Schedule(
-            list(units),
-            config.prefetch,
-            stores.read_ahead if wanted(config.offload, "params").stored else None,
-        ),
+        schedule=Schedule(list(units), config.prefetch, stores.read_ahead if on_disk else None),
         integrity=integrity,
         streamed_state=sharded_optimizer.record_streamer,
         reducer=reducer,
@@ -175,14 +169,12 @@ def _parts(
         replaced.unhook()
         for module in model.modules():
             module._compiled_call_impl = sharded.calls.get(module)
-    hook_model(model, config, communicator, reducer, training_pass)
+    hook_model(model, training_pass)
     compiled = None
     if config.compile is not None:
         from zero.compiled.model import CompiledModel  # imports the compiler, for seconds
 
-        compiled = CompiledModel(
-            model, config, units, stores, communicator, sharded_optimizer.record_streamer, training_pass
-        )
+        compiled = CompiledModel(model, stores, training_pass)
     tracer.follow(reducer, sharded_optimizer)
     stores.may_move(sharded_optimizer.record_streamer)
     placement = StaticPlacementPolicy(stores)
@@ -207,14 +199,11 @@ def _parts(
     )
     checkpoints = Checkpoints(parts)
     boundary = Boundary(
-        config=config,
         communicator=communicator,
-        units=units,
         stores=stores,
         integrity=integrity,
         training_pass=training_pass,
         reducer=reducer,
-        factor=factor,
         held_gradients=held_gradients,
         loss_scale=loss_scale,
         skipped_steps=skipped_steps,
@@ -231,8 +220,6 @@ def _parts(
         "module": model,
         "optimizer": optimizer,
         "boundary": boundary,
-        "state_offload": state_offload,
-        "optimizer_state": OptimizerState(full_parameters, sharded_optimizer),
         "checkpoints": checkpoints,
         "attach": partial(_attach, sharded=sharded),
     }

@@ -14,7 +14,7 @@ from zero.communication.mesh import Meshes
 from zero.config.training import Config, dtype_named
 from zero.deferred import deferred_init
 from zero.drafts.preparation import Prepared
-from zero.drafts.unit_drafts import UnitDraft, draft_units, reserve_disk
+from zero.drafts.unit_drafts import GroupDraft, UnitDraft, draft_units, reserve_disk
 from zero.optimizer.state_size import moments_of
 from zero.setup.initial_values import InitialValues
 from zero.sharding.distributed import local_of
@@ -113,19 +113,7 @@ def _build_unit(index: int, draft: UnitDraft, site: Site, initial_values: Initia
     nbytes = sum(local_of(p).numel() * g.kind.dtype.itemsize for g in draft.groups for _, p in g.named)
     with room_for(site.stores.accelerator, "to shard", plan.name, nbytes):
         deferred_init.materialize(p for _, p in plan.parameters)
-        groups = [
-            FlatGroup(
-                site.stores,
-                g.placement,
-                plan.name,
-                g.named,
-                g.kind.dtype,
-                site.meshes.of(g.kind.apart),
-                g.layout,
-                g.kind.gather_options,
-            )
-            for g in draft.groups
-        ]
+        groups = tuple(_flattened(group, plan.name, site) for group in draft.groups)
         if communicator.alike.size > 1 and not awaited:
             for flat in groups:
                 _note(flat, initial_values)
@@ -138,6 +126,12 @@ def _build_unit(index: int, draft: UnitDraft, site: Site, initial_values: Initia
         for each in (parameter, local_of(parameter)):
             each.__dict__[NAME_ATTRIBUTE] = name
     return unit
+
+
+def _flattened(group: GroupDraft, unit: str, site: Site) -> FlatGroup:
+    kind, mesh = group.kind, site.meshes.of(group.kind.apart)
+    of_kind = kind.dtype, mesh, group.layout, kind.gather_options
+    return FlatGroup(site.stores, group.placement, unit, group.named, *of_kind)
 
 
 def _note(group: FlatGroup, initial_values: InitialValues) -> None:

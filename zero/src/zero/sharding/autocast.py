@@ -19,14 +19,7 @@ from zero.config.training import Config
 from zero.errors import ConfigError
 from zero.warning import warn
 
-_CONVOLUTIONS = (
-    nn.Conv1d,
-    nn.Conv2d,
-    nn.Conv3d,
-    nn.ConvTranspose1d,
-    nn.ConvTranspose2d,
-    nn.ConvTranspose3d,
-)
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _CAST: dict[Callable[..., Any], tuple[str, ...]] = {
     **{kind.forward: ("weight",) for kind in (nn.Linear, *_CONVOLUTIONS)},
     nn.MultiheadAttention.forward: ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"),

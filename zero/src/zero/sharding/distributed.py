@@ -189,13 +189,9 @@ def regions_beside(parameter: nn.Parameter) -> dict[int, Region]:
     by their numbers among all that were started."""
     given: Any = parameter
     mesh, mine = given.device_mesh, given.device_mesh.get_coordinate()
-    places = product(
-        *(
-            [mine[dim]] if placement.is_replicate() else range(size)
-            for dim, (size, placement) in enumerate(zip(mesh.mesh.shape, given.placements, strict=True))
-        )
-    )
-    return {int(mesh.mesh[place]): _region_at(parameter, place) for place in places}
+    placed = zip(mine, mesh.mesh.shape, given.placements, strict=True)
+    along = [[at] if placement.is_replicate() else range(size) for at, size, placement in placed]
+    return {int(mesh.mesh[place]): _region_at(parameter, place) for place in product(*along)}
 
 
 def _region_at(parameter: Any, place: Sequence[int]) -> Region:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import InitVar, dataclass
 from functools import partial
 
 import torch
@@ -49,6 +50,7 @@ Pending = NamedHandle | SideStreamWork
 """A transfer under way to or from a buffer."""
 
 
+@dataclass(eq=False, repr=False)
 class FlatGroup:
     """A flat buffer: flattens its parameters when built; `finalize_shards()` leaves the shard, or both.
 
@@ -58,45 +60,37 @@ class FlatGroup:
     gather_options: what the values may be converted to on their way.
     """
 
-    def __init__(
-        self,
-        stores: Stores,
-        placement: Placement,
-        unit: str,
-        named: Sequence[tuple[str, nn.Parameter]],
-        dtype: torch.dtype,
-        mesh: Mesh,
-        layout: FlatLayout,
-        gather_options: GatherOptions,
-    ) -> None:
-        self.unit = unit
+    stores: Stores
+    placement: Placement
+    unit: str
+    named: InitVar[Sequence[tuple[str, nn.Parameter]]]
+    dtype: torch.dtype
+    mesh: Mesh
+    layout: FlatLayout
+    gather_options: GatherOptions
+
+    def __post_init__(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
         self.names = tuple(name for name, _ in named)
         self.parameters = tuple(parameter for _, parameter in named)
-        self.dtype = dtype
         self.trainable = self.parameters[0].requires_grad
-        self.mesh = mesh
-        self.layout = layout
         local = self.local = tuple(map(local_of, self.parameters))
-        shard = mesh.shards.rank if layout.shards > 1 else 0
+        shard = self.mesh.shards.rank if self.layout.shards > 1 else 0
         self.window = self.layout.shard_slice(shard)
         self.pieces = self.layout.pieces(shard)
-        self.placement = placement
-        self.subs = tuple(sub_groups(placement))
-        self._stores = stores
-        self._accelerator: Accelerator = stores.accelerator
-        self.gather_options = gather_options
+        self.subs = tuple(sub_groups(self.placement))
+        self._accelerator: Accelerator = self.stores.accelerator
         self._formats: dict[GatherFormat, GatherFormat] = {}  # of the group, by the unit's
         self._converted: dict[GatherFormat, FlatBuffer] = {}
         self._travelling: dict[GatherFormat, Quantised] = {}
         self._private: FlatBuffer | None = None
-        self._codes = OwnCodes(self.parameters) if gather_options.own else None
+        self._codes = OwnCodes(self.parameters) if self.gather_options.own else None
         # Masters start from the values as given, not from their 16-bit rounding.
-        wide = self.trainable and any(p.dtype.itemsize > dtype.itemsize for p in local)
+        wide = self.trainable and any(p.dtype.itemsize > self.dtype.itemsize for p in local)
         self.home: FlatBuffer = self._accelerator.flat_buffers.flatten(
-            local, self.layout.slots, self.layout.numel, torch.float32 if wide else dtype
+            local, self.layout.slots, self.layout.numel, torch.float32 if wide else self.dtype
         )
         self.binding = Binding(self.names, self.home)
-        self.source = ShardSource(stores, unit, self.home.data[self.window])
+        self.source = ShardSource(self.stores, self.unit, self.home.data[self.window])
         self.shard = self.source.shard
 
     @property
@@ -160,13 +154,13 @@ class FlatGroup:
         dtype = at_least_fp32(self.dtype)
         upper = (lambda: sub.shard) if self.dtype is torch.bfloat16 else None
         moments = self.placement.moments
-        sub.record = sub.tier.new_record(self._stores, self._mine[sub.window], dtype, moments, upper)
+        sub.record = sub.tier.new_record(self.stores, self._mine[sub.window], dtype, moments, upper)
 
     def offload_state(self) -> None:
         """Move the shard to the host and give back all device memory, until `reload_state`."""
         shard = self.source.resting
-        if shard is not None and not self._stores.host.near:
-            self.shard = self._stores.host.keep(self._stores, shard)
+        if shard is not None and not self.stores.host.near:
+            self.shard = self.stores.host.keep(self.stores, shard)
             self.home.release()
 
     def reload_state(self, whole: bool) -> None:
@@ -178,11 +172,11 @@ class FlatGroup:
         if not self.placement.params.near or self.source.resting is not None or isinstance(shard, Stored):
             return
         if whole:
-            allocate(self._stores, "to reload", self.unit, self.home.nbytes, self.home.materialize)
+            allocate(self.stores, "to reload", self.unit, self.home.nbytes, self.home.materialize)
             self.shard = self._mine.copy_(shard)
         else:
             back = partial(shard.to, self._accelerator.device)
-            self.shard = allocate(self._stores, "to reload", self.unit, shard.nbytes, back)
+            self.shard = allocate(self.stores, "to reload", self.unit, shard.nbytes, back)
 
     @property
     def _mine(self) -> Tensor:
@@ -199,7 +193,7 @@ class FlatGroup:
             self.binding.bind(common)
             self.shard = common.data[self.window]
             return
-        self.shard = self._mine.clone() if tier.near else tier.keep(self._stores, self._mine)
+        self.shard = self._mine.clone() if tier.near else tier.keep(self.stores, self._mine)
         self.home.release()
 
     def _narrow(self) -> None:
@@ -222,14 +216,11 @@ class FlatGroup:
         whole += sum(quantised.nbytes for quantised in self._travelling.values())
         device = self._accelerator.device
         record = sum(sub.record.bytes_on(device, sub.shard) for sub in self.subs)
-        shard = self.source.resting
-        if shard is None:
-            return DeviceBytes(parameters=self.source.brought_bytes, gathered=whole, optimizer=record)
-        if shard.untyped_storage().data_ptr() == self.home.data.untyped_storage().data_ptr():
-            return DeviceBytes(
-                parameters=self.home.nbytes, gathered=whole - self.home.nbytes, optimizer=record
-            )
-        return DeviceBytes(parameters=shard.nbytes, gathered=whole, optimizer=record)
+        shard, home = self.source.resting, self.home.data
+        own = self.source.brought_bytes if shard is None else shard.nbytes
+        if shard is not None and shard.untyped_storage().data_ptr() == home.untyped_storage().data_ptr():
+            own, whole = self.home.nbytes, whole - self.home.nbytes
+        return DeviceBytes(parameters=own, gathered=whole, optimizer=record)
 
     def isolate(self, beside: GatherFormat) -> None:
         """Make the gathered parameters a `private` copy if they may not be views of `home`.
@@ -238,7 +229,7 @@ class FlatGroup:
         backward, longer than `home`. beside: the format that a forward under way computes in.
         """
         if self._private is None and (self.home.common or self.gather_format(beside) != EXACT):
-            self._private = allocate(self._stores, "for a copy of", self.unit, self.home.nbytes, self._copy)
+            self._private = allocate(self.stores, "for a copy of", self.unit, self.home.nbytes, self._copy)
             self.binding.bind(self._private)
 
     def _copy(self) -> FlatBuffer:
@@ -298,7 +289,7 @@ class FlatGroup:
             for whole, mine in self._put(room, near, communicator):
                 begun.append(communicator.all_gather(self.unit, whole, mine, ranks))
             return begun
-        with self._stores.carrier.beside() as work:
+        with self.stores.carrier.beside() as work:
             for whole, mine in self._put_from_away(room, communicator):
                 begun.append(communicator.all_gather(self.unit, whole, mine, ranks))
         return [*begun, work]
@@ -317,7 +308,7 @@ class FlatGroup:
             return self._materialized(fmt)
         numel = self.layout.numel
         make = partial(Quantised, numel, fmt.quant_dtype, self._accelerator.device)
-        codes = allocate(self._stores, "to gather", self.unit, Quantised.nbytes_of(numel), make)
+        codes = allocate(self.stores, "to gather", self.unit, Quantised.nbytes_of(numel), make)
         self._travelling[fmt] = codes
         return codes
 
@@ -327,7 +318,7 @@ class FlatGroup:
             buffer.materialize()
             return buffer
 
-        return allocate(self._stores, "to gather", self.unit, self._nbytes(fmt), materialized)
+        return allocate(self.stores, "to gather", self.unit, self._nbytes(fmt), materialized)
 
     def _put_from_away(self, room: FlatBuffer | Quantised, communicator: Communicator) -> Sequence[Sent]:
         """Do as `_put` with a shard that is on the host or on disk."""
@@ -337,7 +328,7 @@ class FlatGroup:
             return self._put(room, shard, communicator)
         zeros = partial(torch.zeros, self.layout.shard_numel, dtype=self.dtype, device=room.data.device)
         nbytes = self.layout.shard_numel * self.dtype.itemsize  # the disk has failed: others wait for values
-        return self._put(room, allocate(self._stores, "to gather", self.unit, nbytes, zeros), communicator)
+        return self._put(room, allocate(self.stores, "to gather", self.unit, nbytes, zeros), communicator)
 
     def _put(self, room: FlatBuffer | Quantised, shard: Tensor, communicator: Communicator) -> Sequence[Sent]:
         """Put this rank's values in `room`; return what to gather."""

@@ -168,11 +168,6 @@ def abandon(named: Iterable[tuple[str, nn.Parameter]]) -> None:
             parameter.__class__ = sharded_class(type(parameter))
 
 
-def is_lost(parameter: nn.Parameter) -> bool:
-    """Return whether a parameter was abandoned."""
-    return parameter.__dict__.get(REASON_ATTRIBUTE) == LOST
-
-
 def is_metadata(func: Callable[..., Any]) -> bool:
     """Return whether a function of a tensor needs none of its values."""
     name = getattr(func, "__name__", "")

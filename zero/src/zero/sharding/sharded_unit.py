@@ -9,7 +9,8 @@ exact values of a unit that computes with others.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
+from dataclasses import InitVar, dataclass
 from enum import Enum
 from itertools import chain
 from typing import Any
@@ -50,6 +51,7 @@ class State(Enum):
     GATHERED = "B/W + B: the shard, and the whole buffer with the parameters as its views"
 
 
+@dataclass(eq=False, repr=False)
 class ShardedUnit:
     """The flat groups that are gathered and released together.
 
@@ -62,30 +64,25 @@ class ShardedUnit:
     changes: how often the weights have changed, for backwards to find out that their forward had others.
     """
 
-    def __init__(
-        self,
-        index: int,
-        plan: UnitPlan,
-        groups: Sequence[FlatGroup],
-        communicator: Communicator,
-        resident: bool,
-    ) -> None:
-        self.index = index
+    index: int
+    plan: InitVar[UnitPlan]
+    groups: tuple[FlatGroup, ...]
+    communicator: Communicator
+    resident: bool
+
+    def __post_init__(self, plan: UnitPlan) -> None:
         self.name = plan.name
         self._hooked_modules = tuple(map(weakref.ref, plan.hooked_modules))  # see `lifetime`
-        self.groups = tuple(groups)
-        self.resident = resident
         self.forwards = 0
         self.calls_in_backward: set[Any] = set()
         self.kept: set[Keep] = set()
         self.computed_in = EXACT
         self.persistent: set[GatherFormat] = set()
         self.changes = 0
-        self._communicator = communicator
         self.wrappers = tuple(parameter for _, parameter in plan.wrappers)
-        mine = [p for group in groups for p in group.parameters]
+        mine = [p for group in self.groups for p in group.parameters]
         twins = [as_parameter(twin) for p in mine for twin in twins_of(p)]
-        pairs = [pair for group in groups for pair in zip(group.parameters, group.local, strict=True)]
+        pairs = [pair for group in self.groups for pair in zip(group.parameters, group.local, strict=True)]
         local = [inner for parameter, inner in pairs if inner is not parameter]
         self.guard = ParameterGuard(mine, (*self.wrappers, *twins, *local))
         self._pending: dict[GatherFormat, list[list[Pending]]] = {}  # one list for each group that has begun
@@ -94,9 +91,8 @@ class ShardedUnit:
         self._bound = EXACT  # the format whose buffers the parameters are views of
         # What was bound before the `hold_exact` blocks under way.
         self._bound_before_exact: list[GatherFormat] = []
-        self._quant_dtype = next(
-            (group.gather_options.quant_dtype for group in groups if group.gather_options.quant_dtype), None
-        )
+        quantised = (group.gather_options.quant_dtype for group in self.groups)
+        self._quant_dtype = next(filter(None, quantised), None)
 
     @property
     def hooked_modules(self) -> tuple[nn.Module, ...]:
@@ -172,7 +168,7 @@ class ShardedUnit:
         with ranged("gather", self.name):
             for group in self.groups[len(begun) :]:
                 shared = self._shared(group, len(begun), fmt)
-                begun.append(group.start_gather(self._communicator, fmt) if shared is None else shared)
+                begun.append(group.start_gather(self.communicator, fmt) if shared is None else shared)
 
     def _shared(self, group: FlatGroup, index: int, fmt: GatherFormat) -> list[Pending] | None:
         """Return what was begun for another format that is the same for the group; None if nothing was.
@@ -222,7 +218,7 @@ class ShardedUnit:
             for fmt in tuple(self._pending):
                 self._finish(fmt)
             for fmt in sorted(self._gathered, key=str):
-                self._pending[fmt] = [group.start_gather(self._communicator, fmt) for group in self.groups]
+                self._pending[fmt] = [group.start_gather(self.communicator, fmt) for group in self.groups]
                 self._finish(fmt)
         if not under_way:
             self.changes += 1
@@ -300,7 +296,7 @@ class ShardedUnit:
         if self.in_use:
             self._bind_again()
             return
-        if self._pending and self._communicator.failed:
+        if self._pending and self.communicator.failed:
             return  # a transfer that cannot be waited for may still write to its buffer
         for begun in self._pending.values():
             for handle in chain.from_iterable(begun):
@@ -365,7 +361,7 @@ class ShardedUnit:
         """Begin what `refill` completes."""
         whole = [group for group in self.groups if self.resident and group.shards > 1]
         with ranged("gather", self.name):
-            begun = [g.start_gather(self._communicator, EXACT) for g in whole if g.trainable or frozen]
+            begun = [g.start_gather(self.communicator, EXACT) for g in whole if g.trainable or frozen]
         return list(chain.from_iterable(begun))
 
     def rebound(self) -> list[str]:

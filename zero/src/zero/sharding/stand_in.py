@@ -294,10 +294,6 @@ def _answer_device(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     return found
 
 
-def _answer_itself(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return args[0]
-
-
 @torch.no_grad()
 def _answer_whole(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Any other function, of whole gradients. One that changes its first argument, or writes to `out`,
@@ -382,7 +378,7 @@ ShardedGradient.answers = {
     **dict.fromkeys((torch._foreach_mul_, torch._foreach_div_), _answer_products),
     Tensor.zero_: _answer_zero,
     torch._foreach_zero_: _answer_zeros,
-    **dict.fromkeys((Tensor.detach, Tensor.detach_, _DATA.__get__), _answer_itself),
+    **dict.fromkeys((Tensor.detach, Tensor.detach_, _DATA.__get__), lambda func, args, kwargs: args[0]),
 }
 getattr(_foreach_utils, "_foreach_supported_types", []).append(ShardedGradient)
 """Torch's clipping then asks for all gradients at once, as it does of DTensors: half the time. The list is

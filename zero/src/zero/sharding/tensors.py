@@ -12,10 +12,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-_is_wrapped, _transform = (
-    torch._C._functorch.is_functorch_wrapped_tensor,
-    torch._C._functorch.peek_interpreter_stack,
-)
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+_transform = torch._C._functorch.peek_interpreter_stack
 _ATOMS = (str, bytes, int, float, bool, complex, type(None), torch.dtype, torch.device)
 
 

@@ -143,10 +143,7 @@ def _assign(model: nn.Module, chosen: dict[str, nn.Module]) -> dict[nn.Parameter
 
 
 def _visit(
-    module: nn.Module,
-    chain: list[str],
-    unit_of: dict[nn.Module, str],
-    chains: dict[nn.Parameter, list[str]],
+    module: nn.Module, chain: list[str], unit_of: dict[nn.Module, str], chains: dict[nn.Parameter, list[str]]
 ) -> None:
     """Note for each parameter inside the units that contain every module holding it, outermost first.
 

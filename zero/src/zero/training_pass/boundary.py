@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from zero.communication.communicator import Communicator
-from zero.config.training import Config
 from zero.errors import UsageError
-from zero.gradients.factor import GradientFactor
 from zero.gradients.loss_scale import LossScale
 from zero.gradients.reducer import GradientReducer
 from zero.gradients.skipped_steps import SkippedSteps
 from zero.optimizer.joint import members
-from zero.optimizer.stepped import StepGradients
 from zero.ranges import in_range
 from zero.sharding.flat_group import FlatGroup
 from zero.sharding.shard_source import fetch
@@ -47,14 +44,11 @@ class Boundary:
     steps: optimizer steps taken, skipped ones included.
     """
 
-    config: Config
     communicator: Communicator
-    units: Sequence[ShardedUnit]
     stores: Stores
     integrity: Integrity
     training_pass: TrainingPass
     reducer: GradientReducer
-    factor: GradientFactor
     held_gradients: HeldGradients
     loss_scale: LossScale | None
     skipped_steps: SkippedSteps | None
@@ -79,7 +73,7 @@ class Boundary:
             self.step(optimizer, keep=True)
             return
         self.held_gradients.check_none_given()
-        self.factor.attend(self.reducer)
+        self.training_pass.factor.attend(self.reducer)
         with self.changing_weights(()):
             self.optimizer.step(optimizer, (), None, None)  # its hooks run, as without an engine
 
@@ -91,20 +85,15 @@ class Boundary:
         if self.training_pass.counts:
             raise UsageError(_COUNTS.format("optimizer.zero_grad()", "engine.zero_grad()"))
         if not set_to_none:
-            for parameter in self._parameters_of(optimizer):
+            for parameter in self.held_gradients.used_by(optimizer):
                 self.held_gradients.zero(parameter)
             return
         if optimizer is self.optimizer.optimizer:  # also what no_sync has left, of which ranks know their own
             self.training_pass.zero_grad()
             return
-        self.held_gradients.drop(self._parameters_of(optimizer))
+        self.held_gradients.drop(set(self.held_gradients.used_by(optimizer)))
         if not any(have.used or have.locally_used for have in self.reducer.all):
             self.training_pass.zero_grad()
-
-    def _parameters_of(self, optimizer: Optimizer) -> set[nn.Parameter]:
-        """Those of its parameters that have gradients."""
-        mine = {(have.group, i) for have in self.optimizer.of(optimizer, self.reducer.all) for i in have.used}
-        return {group.parameters[index] for group, index in mine}
 
     # -- steps -----------------------------------------------------------------------------------------
 
@@ -123,7 +112,7 @@ class Boundary:
         self.placement.before_step()
         self.tracer.begin_update()
         self.communicator.observation.phase("step")
-        scale, skip = self.factor.complete(self.reducer, multipliers)
+        scale, skip = self.training_pass.factor.complete(self.reducer, multipliers)
         mine = self.optimizer.of(optimizer, self.reducer.all)
         stepped = {have.group for have in mine if have.used}
         if not stepped:
@@ -131,7 +120,12 @@ class Boundary:
         self._raise_disk_errors()
         anew = self._is_anew(optimizer)
         with self.changing_weights({have.unit for have in self.reducer.all if have.group in stepped}):
-            self._update(optimizer, mine, scale, skip)
+            try:
+                with self.communicator.postponing_disk_errors():
+                    self.optimizer.step(optimizer, mine, scale, skip)
+            finally:
+                self.stores.join()  # weights are on their way to shards, even if a later group failed
+            self._raise_disk_errors()
             if skip is not None and self.loss_scale is not None and anew:
                 self.loss_scale.update(skip)
             self.training_pass.stepped() if keep else self.training_pass.drop_gradients()
@@ -139,20 +133,6 @@ class Boundary:
         self._after_step(anew)
         if keep:
             self.held_gradients.show_pieces()
-
-    def _update(
-        self,
-        optimizer: Optimizer,
-        gradients: Sequence[StepGradients],
-        scale: Tensor | None,
-        skip: Tensor | None,
-    ) -> None:
-        try:
-            with self.communicator.postponing_disk_errors():
-                self.optimizer.step(optimizer, gradients, scale, skip)
-        finally:
-            self.stores.join()  # weights are on their way to shards, even if a later group failed
-        self._raise_disk_errors()
 
     def _is_anew(self, optimizer: Optimizer) -> bool:
         """Whether this is an optimizer step of its own: not the turn of another optimizer in the last one."""
@@ -177,7 +157,7 @@ class Boundary:
 
     def refresh_weights(self) -> None:
         """Update the weights from the optimizer's values. Collective."""
-        with self.changing_weights(self.units):
+        with self.changing_weights(self.training_pass.units):
             try:
                 self.optimizer.deliver_changed()
             finally:
@@ -196,7 +176,7 @@ class Boundary:
         self.integrity.check_complete()
         self.integrity.check_refreshed()
         self.optimizer.record_streamer.return_all_to_host()
-        with self.changing_weights(self.units), torch.no_grad():
+        with self.changing_weights(self.training_pass.units), torch.no_grad():
             for group, other in others.items():
                 before = fetch(group.widest, other.device, self.communicator).clone()
                 for values in dict.fromkeys((group.shard, group.widest)):
@@ -215,7 +195,7 @@ class Boundary:
         self._begin_change(units)
         try:
             yield
-            refill(self.units, frozen=False)
+            refill(self.training_pass.units, frozen=False)
             self.integrity.snapshot_versions()
         except BaseException:
             self.integrity.interrupt()
@@ -238,7 +218,7 @@ class Boundary:
         """Drop gradients and whole values: all weights are about to change."""
         self.training_pass.zero_grad()
         self.integrity.interrupt()
-        self._begin_change(self.units)
+        self._begin_change(self.training_pass.units)
 
     def _begin_change(self, units: Iterable[ShardedUnit]) -> None:
         self.training_pass.release_all()  # whole values that were kept are about to be old
@@ -248,7 +228,7 @@ class Boundary:
 
     def _raise_disk_errors(self) -> None:
         """Raise OffloadError on every rank if the disk of any rank has failed. Collective."""
-        if self.config.offload.path is not None:
+        if self.training_pass.config.offload.path is not None:
             self.communicator.agree()
 
 

@@ -7,23 +7,14 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from zero.communication.communicator import Communicator
-from zero.config.training import Config
 from zero.gradients.group_gradients import GroupGradients
-from zero.gradients.reducer import GradientReducer
 from zero.sharding.distributed import is_distributed, local_gradient
 from zero.tiers.tier import wanted
 from zero.training_pass.training_pass import TrainingPass
 from zero.training_pass.unit_hooks import UnitHooks
 
 
-def hook_model(
-    module: nn.Module,
-    config: Config,
-    communicator: Communicator,
-    reducer: GradientReducer,
-    training_pass: TrainingPass,
-) -> None:
+def hook_model(module: nn.Module, training_pass: TrainingPass) -> None:
     """Have the pass told of forwards of the model and its units, and of gradients.
 
     The hooks hold the pass and with it what an engine trains with: a model whose engine has gone goes on
@@ -31,16 +22,16 @@ def hook_model(
     """
     for calls in training_pass.calls:
         UnitHooks(calls, training_pass).register()
-    for gradients in reducer.all:
+    for gradients in training_pass.reducer.all:
         for index, parameter in enumerate(gradients.group.parameters):
             receiver = _receiver(training_pass, gradients, index)
             training_pass.handles.append(parameter.register_post_accumulate_grad_hook(receiver))
     begin = training_pass.begin_forward
     training_pass.handles.append(module.register_forward_pre_hook(begin, with_kwargs=True, prepend=True))
-    if wanted(config.offload, "params").stored:
+    if wanted(training_pass.config.offload, "params").stored:
         end = training_pass.end_forward
         training_pass.handles.append(module.register_forward_hook(end, always_call=True))
-    if communicator.group.size > 1:
+    if training_pass.communicator.group.size > 1:
         training_pass.handles.append(module.register_forward_hook(training_pass.agree_on_forward))
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import InitVar, dataclass
 from functools import partial
 from threading import RLock
 from typing import TYPE_CHECKING, Any
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from zero.whole.held_gradients import HeldGradients
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class TrainingPass(Uncopied):
     """Where training is, and what happens there.
 
@@ -65,56 +67,43 @@ class TrainingPass(Uncopied):
     calls need a unit. failed_by_itself(): told of a backward that autograd began and that has failed.
     """
 
-    def __init__(
-        self,
-        *,
-        module: nn.Module,
-        config: Config,
-        device_type: str,
-        communicator: Communicator,
-        units: Sequence[ShardedUnit],
-        schedule: Schedule,
-        integrity: Integrity,
-        streamed_state: RecordStreamer,
-        reducer: GradientReducer,
-        factor: GradientFactor,
-        held_gradients: HeldGradients,
-        tracer: MemoryTracer,
-    ) -> None:
+    module: InitVar[nn.Module]
+    config: Config
+    device_type: str
+    communicator: Communicator
+    units: Sequence[ShardedUnit]
+    schedule: Schedule
+    integrity: Integrity
+    streamed_state: RecordStreamer
+    reducer: GradientReducer
+    factor: GradientFactor
+    held_gradients: HeldGradients
+    tracer: MemoryTracer
+
+    def __post_init__(self, module: nn.Module) -> None:
         self.backwards = 0
         self.has_gradients = False
         self.in_backward = False
         self.in_graph = False
-        self.device_type = device_type
-        self.schedule = schedule
-        self.order = CallOrder(communicator, units)
-        self.calls = [UnitCalls(unit) for unit in units]
+        self.order = CallOrder(self.communicator, self.units)
+        self.calls = [UnitCalls(unit) for unit in self.units]
         self.called = weakref.WeakSet((module,))
         self.failed_by_itself: Callable[[], Any] = lambda: None
         self.handles: list[RemovableHandle] = []  # of the hooks that report to it
         self.sums_ranks = True  # those that begin now; False in `no_sync`
-        self._steps = config.gradient_accumulation_steps
+        self._steps = self.config.gradient_accumulation_steps
         self.summed = False
         self._by_itself = False  # the backward under way was begun by autograd
         self._retains = False  # its graph, for another one
         self._depth = 0  # how many runs of autograd there were then, one within the other
         self._forwards = 0  # with gradients, since the last backward
         self._issued = 0  # collectives, when the last forward began
-        self._config = config
-        self._on_disk = wanted(config.offload, "params").stored
-        self._communicator = communicator
-        self._units = units
-        self._integrity = integrity
-        self._streamed_state = streamed_state
-        self._reducer = reducer
-        self._factor = factor
-        self._held_gradients = held_gradients
-        self._gradients = {each.group: each for each in reducer.all}
-        self._tracer = tracer
-        self._observation = communicator.observation
-        gathers, rank = not all(u.resident for u in units), communicator.group.rank
-        self._autocast = AutocastWarnings(module, config, device_type, gathers, rank)
-        self._progress = Progress(device_type)
+        self._on_disk = wanted(self.config.offload, "params").stored
+        self._gradients = {each.group: each for each in self.reducer.all}
+        self._observation = self.communicator.observation
+        gathers, rank = not all(u.resident for u in self.units), self.communicator.group.rank
+        self._autocast = AutocastWarnings(module, self.config, self.device_type, gathers, rank)
+        self._progress = Progress(self.device_type)
         self._entered = -1  # the newest of autograd's tasks so far
         self._entering = RLock()  # autograd may have a thread for each device
         self._leaves_graph = False  # of the last forward of the whole model
@@ -138,11 +127,11 @@ class TrainingPass(Uncopied):
         if getattr(DistributedDataParallel._active_ddp_module, "module", None) is module:
             raise UsageError(_WRAPPED)
         if not self.in_backward:
-            self._communicator.in_pass = self._on_disk
+            self.communicator.in_pass = self._on_disk
             self._leaves_graph = torch.is_grad_enabled()
             with apart():
-                self._streamed_state.return_all_to_host()  # graphs do this themselves
-            self._issued = self._communicator.issued
+                self.streamed_state.return_all_to_host()  # graphs do this themselves
+            self._issued = self.communicator.issued
         return self.prepare_forward(args, kwargs, known_calls=1)
 
     def prepare_forward(
@@ -150,28 +139,29 @@ class TrainingPass(Uncopied):
     ) -> tuple[Any, Any] | None:
         """Prepare a forward, run by hooks or by a graph; see `begin_forward`. known_calls: as in `in_use`."""
         self.notice_failure()
-        self._integrity.check_present()
+        self.integrity.check_present()
         if not self.in_backward:
-            self._streamed_state.dropped()  # this forward may need their room
+            self.streamed_state.dropped()  # this forward may need their room
             self._forwards += torch.is_grad_enabled()
             self._autocast.begin_forward()
-        if not (_in_autograd() or self.in_use(known_calls)):
+        # In autograd's run, of this engine or another, a forward recomputes.
+        if torch._C._current_graph_task_id() < 0 and not self.in_use(known_calls):
             # What a forward prefetched or kept but never used.
             with apart():
                 self.release_all(keep=(Keep.DIFFERENTIATED, Keep.PART_CALLED))
             self._forget_progress()
             self.schedule.begin(torch.is_grad_enabled())
-            self._integrity.check_refreshed()
-            self._tracer.begin()
+            self.integrity.check_refreshed()
+            self.tracer.begin()
             self._observation.phase("forward" if torch.is_grad_enabled() else "evaluation")
-        dtype = dtype_named(self._config.precision)
-        if not self._config.cast_inputs or dtype is None or dtype.itemsize > 2:
+        dtype = dtype_named(self.config.precision)
+        if not self.config.cast_inputs or dtype is None or dtype.itemsize > 2:
             return None
         return map_tensors(lambda t: t.to(dtype) if computes_in(t.dtype) else t, (args, kwargs))  # type: ignore[no-any-return]
 
     def end_forward(self, *_: Any) -> None:
         """A forward of the whole model is over, or has failed."""
-        self._communicator.in_pass = self.in_backward
+        self.communicator.in_pass = self.in_backward
 
     def agree_on_forward(self, *_: Any) -> None:
         """After a forward that no backward follows, raise RankMismatchError if ranks gathered other units.
@@ -180,10 +170,10 @@ class TrainingPass(Uncopied):
         """
         if self.in_backward or self.in_graph:
             return
-        gathered = not torch.is_grad_enabled() and self._communicator.issued > self._issued
+        gathered = not torch.is_grad_enabled() and self.communicator.issued > self._issued
         if gathered or self._on_disk:
             with apart():
-                self._communicator.agree()
+                self.communicator.agree()
 
     # -- backward -------------------------------------------------------------------------------------
 
@@ -202,14 +192,14 @@ class TrainingPass(Uncopied):
         """A backward begins."""
         self.summed = self.sums_ranks if self._steps is None else self.backwards + 1 == self._steps
         if self._steps is None and self.has_gradients:
-            self._held_gradients.resume()
+            self.held_gradients.resume()
         self._set_in_backward(True)
-        self._tracer.mark("backward", "")
+        self.tracer.mark("backward", "")
         self._observation.phase("backward")
         self._forget_progress()  # left by torch.autograd.grad, which may have ended anywhere
         self._forget_interrupted()
         with apart():
-            self._reducer.begin_backward(self.summed)
+            self.reducer.begin_backward(self.summed)
 
     def run(self, loss: Tensor) -> None:
         """Run autograd from the loss, between `begin` and `end`."""
@@ -232,7 +222,7 @@ class TrainingPass(Uncopied):
             self.order.settle()
         # Before the last micro-batch, only a disk may have anything to tell.
         with apart():
-            self._reducer.finish_backward(agree=self.summed or self._config.offload.path is not None)
+            self.reducer.finish_backward(agree=self.summed or self.config.offload.path is not None)
         self._leave_backward()
         self._reset()
         torch.clear_autocast_cache()  # an autocast block that goes on must cast anew: these units are gone
@@ -242,8 +232,8 @@ class TrainingPass(Uncopied):
         self.backwards += 1
         self.has_gradients = True
         if self.summed:
-            self._held_gradients.show()
-        self._tracer.end_backward()
+            self.held_gradients.show()
+        self.tracer.end_backward()
         self._observation.phase("outside")
 
     def _end_differentiated(self) -> None:
@@ -251,28 +241,28 @@ class TrainingPass(Uncopied):
         than has just been gone through. The same on all ranks, as `order` is."""
         if not self._retains:
             waiting = {call.index for call in self.order.left_out() if call.differentiated}
-            for unit in self._units:
+            for unit in self.units:
                 if unit.index not in waiting:
                     unit.kept.discard(Keep.DIFFERENTIATED)
 
     def abandon(self) -> None:
         """Drop gradients, gathers and calls under way, after an exception in a forward or backward."""
-        self._tracer.drop()
-        self._held_gradients.hide()
+        self.tracer.drop()
+        self.held_gradients.hide()
         self.backwards = 0
         self.has_gradients = False
         if self.in_backward:
             self._leave_backward()
         self._by_itself = self._retains = False
-        for gradients in self._reducer.all:  # what autograd has accumulated, and a hook has not let come here
+        for gradients in self.reducer.all:  # what autograd has accumulated, and a hook has not let come here
             for parameter in gradients.group.parameters:
                 parameter.grad = None
         self.order.clear()
         try:
-            self._streamed_state.dropped()
-            self._reducer.clear()
+            self.streamed_state.dropped()
+            self.reducer.clear()
             self._reset()
-            for unit in self._units:
+            for unit in self.units:
                 unit.abandon()
         except CommunicationError:
             pass  # the original error says more
@@ -288,20 +278,20 @@ class TrainingPass(Uncopied):
 
     def gradients_aside(self) -> AbstractContextManager[None]:
         """Wrap a call that may be compiled, which has no use for what stands for gradients."""
-        return nullcontext() if self.in_backward else self._held_gradients.aside()
+        return nullcontext() if self.in_backward else self.held_gradients.aside()
 
     def zero_grad(self) -> None:
         """Drop the gradients of a step that will not be made."""
         self.notice_failure()
         if self.backwards:
-            self._tracer.drop()
+            self.tracer.drop()
         self.drop_gradients()
 
     def drop_gradients(self) -> None:
         """Drop what the backwards since the last step have left."""
-        self._held_gradients.hide()
-        self._streamed_state.dropped()
-        self._reducer.clear()
+        self.held_gradients.hide()
+        self.streamed_state.dropped()
+        self.reducer.clear()
         self.backwards = 0
         self.has_gradients = False
 
@@ -316,9 +306,9 @@ class TrainingPass(Uncopied):
         self._forwards = 0
 
     def _set_in_backward(self, in_backward: bool) -> None:
-        self.in_backward = self._communicator.in_pass = in_backward
+        self.in_backward = self.communicator.in_pass = in_backward
         # A graph's schedule knows only that graph: with another one under way, records come in the step.
-        self._streamed_state.expected = in_backward and self.summed and self._forwards == 1
+        self.streamed_state.expected = in_backward and self.summed and self._forwards == 1
 
     # -- on autograd's way ------------------------------------------------------------------------------
 
@@ -378,23 +368,23 @@ class TrainingPass(Uncopied):
         if task != self.order.task:
             calls.gradient_arrived(task)
         with apart():
-            if gradients.add(index, gradient, more) and self._reducer.completes_unit(gradients):
+            if gradients.add(index, gradient, more) and self.reducer.completes_unit(gradients):
                 calls.gradients_complete()
 
     def receive_from_graph(self, group: FlatGroup, index: int, gradient: Tensor, more: bool) -> None:
         """Take a parameter's gradient from a compiled graph."""
         if group not in self._gradients:
-            self._integrity.check_trainable()  # which raises: there is no optimizer
+            self.integrity.check_trainable()  # which raises: there is no optimizer
         self.receive(self._gradients[group], index, gradient, more)
 
     def close_in_graph(self, unit: ShardedUnit) -> None:
         """A compiled graph has no further gradient of the unit."""
         if self.in_backward:
-            self._reducer.close_in_graph(unit)
+            self.reducer.close_in_graph(unit)
 
     def mark(self, unit: ShardedUnit) -> None:
         """A unit comes or goes."""
-        self._tracer.mark("backward" if self.in_backward else "forward", unit.name)
+        self.tracer.mark("backward" if self.in_backward else "forward", unit.name)
 
     def _begin_run(self, gradient: Tensor) -> None:
         self.enter()
@@ -420,7 +410,7 @@ class TrainingPass(Uncopied):
         if torch._C._functorch.peek_interpreter_stack() is not None:
             return False
         with torch._C.DisableTorchFunctionSubclass():
-            trainable = (group for unit in self._units for group in unit.groups if group.trainable)
+            trainable = (group for unit in self.units for group in unit.groups if group.trainable)
             parameters = [p for group in trainable for p in group.parameters if p.requires_grad]
             nodes = (get_gradient_edge(parameter).node for parameter in parameters)
             try:
@@ -438,10 +428,10 @@ class TrainingPass(Uncopied):
         self._without_graph |= self._leaves_graph
 
     def _begin_by_itself(self) -> None:
-        self._integrity.check_trainable()
-        self._factor.begin_backward(by_engine=False, more=self.has_gradients)
+        self.integrity.check_trainable()
+        self.factor.begin_backward(by_engine=False, more=self.has_gradients)
         if torch.is_grad_enabled():
-            warn(_NO_GRAPH, rank=self._communicator.group.rank)
+            warn(_NO_GRAPH, rank=self.communicator.group.rank)
         self._retains = torch._C._autograd._get_current_graph_task_keep_graph()
         self._by_itself, self._depth = True, runs_under_way()
         self.begin()
@@ -479,7 +469,7 @@ class TrainingPass(Uncopied):
         with apart():
             self.mark(unit)
             if self.in_backward and not (calls.open_ended or any(map(self.order.takes, calls.ahead))):
-                self._reducer.close(self._reducer.of_unit(unit))
+                self.reducer.close(self.reducer.of_unit(unit))
             if began:
                 unit.release()
 
@@ -492,18 +482,18 @@ class TrainingPass(Uncopied):
         """
         self.notice_failure()
         self._forget_interrupted(known_calls)
-        return any(unit.held for unit in self._units)
+        return any(unit.held for unit in self.units)
 
     def check_not_in_use(self, call: str) -> None:
         """Raise UsageError inside a forward or `zero.gathered`, which would continue with old values."""
         if self.in_use():
-            shown = any(unit.held_exact for unit in self._units)
+            shown = any(unit.held_exact for unit in self.units)
             where = "zero.gathered: leave the block" if shown else "a forward: let it return"
             raise UsageError(f"{call}() was called inside {where} first")
 
     def release_all(self, keep: Iterable[Keep] = ()) -> None:
         """Drop whole values, including those of forwards without a backward; see ShardedUnit.forget_calls."""
-        for unit in self._units:
+        for unit in self.units:
             unit.forget_calls(keep)
             unit.release()
 
@@ -512,9 +502,9 @@ class TrainingPass(Uncopied):
 
         They would otherwise keep the values they have, whatever changes the weights.
         """
-        held = any(unit.forwards for unit in self._units)
+        held = any(unit.forwards for unit in self.units)
         if held and calls_under_way(self.called) <= known_calls:
-            self._communicator.in_pass = self.in_backward
+            self.communicator.in_pass = self.in_backward
             for calls in self.calls:
                 calls.leave_forward()
 
@@ -554,11 +544,6 @@ def _recomputes() -> bool:
     after = (node for node, _ in torch._C._current_autograd_node().next_functions if node is not None)
     goes_on = any(map(torch._C._will_engine_execute_node, after))
     return goes_on and bool(torch.autograd._is_checkpoint_valid())
-
-
-def _in_autograd() -> bool:
-    """Return whether a backward is running, of this engine or another: a forward here recomputes."""
-    return bool(torch._C._current_graph_task_id() >= 0)
 
 
 _WRAPPED = (

@@ -82,11 +82,8 @@ def save(
                 "leave dtype out"
             )
         with gathered(called):
-            _publish(
-                _Adapters(model, request, None if called else partial(state, include=added(model))),
-                full,
-                request,
-            )
+            values = None if called else partial(state, include=added(model))
+            _publish(_Adapters(model, request, values), full, request)
         return
     _publish(_Weights(model, full, request), full, request)
 
@@ -263,13 +260,10 @@ class _Weights(_Content):
     def _planned(self) -> Iterator[TensorInfo]:
         """The tensors to write. Raises UsageError where transformers would convert some of several groups
         into one."""
-        sets = [
-            {
-                n: _blank(group.parameters[i].shape, self._values(group).dtype)
-                for i, n in self._named(group).items()
-            }
-            for _, group in self._groups()
-        ]
+        sets: list[Named] = []
+        for _, group in self._groups():
+            shapes = {n: group.parameters[i].shape for i, n in self._named(group).items()}
+            sets.append({n: _blank(shape, self._values(group).dtype) for n, shape in shapes.items()})
         sets.append({n: _blank(buffer.shape, buffer.dtype) for n, buffer in self._buffers.items()})
         parts = {name: value for each in sets for name, value in self._convert(each).items()}
         whole = self._convert({name: value for each in sets for name, value in each.items()})

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import InitVar, dataclass
 
 import torch
 from torch import Tensor, nn
@@ -27,29 +28,25 @@ from zero.warning import warn
 Place = tuple[ShardedUnit, FlatGroup, int]  # a parameter's unit, group, and index in the group
 
 
+@dataclass(eq=False, repr=False)
 class FullParameters(Uncopied):
     """The sharded units as a set of named parameters. Making one is collective.
 
     integrity: of their engine, asked before a `gathered` block and told how a change of weights has ended.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        units: Sequence[ShardedUnit],
-        communicator: Communicator,
-        meshes: Meshes,
-        integrity: Integrity,
-    ) -> None:
-        self.integrity = integrity
-        self.meshes = meshes
-        self.units = tuple(units)
-        self.communicator = communicator
+    module: InitVar[nn.Module]
+    units: tuple[ShardedUnit, ...]
+    communicator: Communicator
+    meshes: Meshes
+    integrity: Integrity
+
+    def __post_init__(self, module: nn.Module) -> None:
         # With several copies of the model, some may have common memory and others not.
-        self._common = communicator.agree(any(unit.common for unit in units))
+        self._common = self.communicator.agree(any(unit.common for unit in self.units))
         self._places: dict[str, Place] = {}  # by every name of a parameter, the units' and the module's
         places: dict[nn.Parameter, Place] = {}
-        for unit, group in ((u, g) for u in units for g in u.groups):
+        for unit, group in ((u, g) for u in self.units for g in u.groups):
             for index, (name, parameter) in enumerate(zip(group.names, group.parameters, strict=True)):
                 places[parameter] = self._places[name] = unit, group, index
         self._places |= {name: places[leaf] for name, leaf in named_leaves(module) if leaf in places}
@@ -108,11 +105,7 @@ class FullParameters(Uncopied):
             return view_of(self.gather(unit, group, shard), group, index).to(torch.float32, copy=True)
 
     def spread(
-        self,
-        unit: ShardedUnit,
-        group: FlatGroup,
-        dtype: torch.dtype,
-        values: Mapping[int, Tensor | None],
+        self, unit: ShardedUnit, group: FlatGroup, dtype: torch.dtype, values: Mapping[int, Tensor | None]
     ) -> Tensor:
         """Return a whole buffer, on every rank's device, with the source's whole `values` by parameter
         index."""

@@ -11,11 +11,13 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence, Set
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from zero.communication.communicator import Communicator
 from zero.errors import UsageError, some
@@ -30,37 +32,31 @@ from zero.tiers.values import changing
 from zero.whole.full_parameters import FullParameters
 
 
+@dataclass(eq=False, repr=False)
 class HeldGradients:
     """What stands behind the stand-ins of one engine.
 
     changes: is given what the program has changed before a step, which must be the same on all ranks.
     """
 
-    def __init__(
-        self,
-        reducer: GradientReducer,
-        factor: GradientFactor,
-        communicator: Communicator,
-        full_parameters: FullParameters,
-        optimizer: ShardedOptimizer,
-        changes: dict[str, Any],
-    ) -> None:
-        self._reducer = reducer
-        self._factor = factor
-        self._communicator = communicator
-        self._full_parameters = full_parameters
+    reducer: GradientReducer
+    factor: GradientFactor
+    communicator: Communicator
+    full_parameters: FullParameters
+    optimizer: ShardedOptimizer
+    changes: dict[str, Any]
+
+    def __post_init__(self) -> None:
         self._places = {
             parameter: (gradients, index)
-            for gradients in reducer.all
+            for gradients in self.reducer.all
             for index, parameter in enumerate(gradients.group.parameters)
         }
         self._numbers = {parameter: number for number, parameter in enumerate(self._places)}
-        self._optimizer = optimizer
-        self._changes = changes
         self._stand_ins = StandIns(ShardedGradient)
         self._of_pieces = StandIns(PieceGradient)
         self._pieces_shown = False  # and not yet looked at by a step
-        optimizer.installed.moved = weakref.WeakMethod(self._show_moved_pieces)
+        self.optimizer.installed.moved = weakref.WeakMethod(self._show_moved_pieces)
         self._multipliers: dict[nn.Parameter, tuple[Multiplier, ...]] = {}
         self._pieces: dict[GroupGradients, Tensor] = {}
         self._times: Tensor | None = None
@@ -74,7 +70,7 @@ class HeldGradients:
     @property
     def device(self) -> torch.device:
         """The device of the model, where numbers that multiply gradients may be."""
-        return self._full_parameters.device
+        return self.full_parameters.device
 
     def norms_of(self, parameters: Sequence[nn.Parameter], order: float = 2.0) -> Tensor:
         """The norms of these gradients, (parameters,), fp32. The first call of an order is collective."""
@@ -119,26 +115,31 @@ class HeldGradients:
         self._dropped |= parameters
         self._stand_ins.hide(parameters)
 
+    def used_by(self, optimizer: Optimizer) -> list[nn.Parameter]:
+        """Those of an optimizer's parameters that have gradients."""
+        mine = self.optimizer.of(optimizer, self.reducer.all)
+        return [have.group.parameters[index] for have in mine for index in have.used]
+
     def full(self, parameter: nn.Parameter) -> Tensor:
         """One whole gradient, fp32. Collective."""
         gradients, index = self._places[parameter]
         with gradients.group.room_for_whole(torch.float32):
             name = gradients.group.names[index]
-            value = self._full_parameters.parameter(name, self._reducer.summed(gradients))
+            value = self.full_parameters.parameter(name, self.reducer.summed(gradients))
             for factor in self.factors_of(parameter):
                 value.mul_(_on(factor, value))
         return value
 
     def factors_of(self, parameter: nn.Parameter) -> tuple[Multiplier, ...]:
         """What one gradient is, as a multiple of the sum over ranks."""
-        mean = self._factor.mean()
+        mean = self.factor.mean()
         return (*(() if mean is None else (mean,)), *self._multipliers.get(parameter, ()))
 
     def put(self, parameter: nn.Parameter, whole: Tensor) -> None:
         """Replace one gradient."""
         gradients, index = self._places[parameter]
         self._multipliers.pop(parameter, None)
-        mean, slot = self._factor.mean(), gradients.group.layout.slots[index]
+        mean, slot = self.factor.mean(), gradients.group.layout.slots[index]
         flat = whole.new_empty_strided(slot.shape, slot.stride).copy_(whole).as_strided((slot.numel,), (1,))
 
         def replace(values: Tensor, part: slice) -> None:
@@ -151,17 +152,17 @@ class HeldGradients:
 
     def show(self) -> None:
         """Put stand-ins in place of gradients: the last backward of a step is over."""
-        self._stand_ins.show(self._reducer.used(), self)
+        self._stand_ins.show(self.reducer.used(), self)
         self.show_pieces()
 
     def show_pieces(self) -> None:
         """Put stand-ins in place of the gradients of the optimizer's parameters: after `show`, and after a
         step, which takes them away."""
-        sharded = self._optimizer
+        sharded = self.optimizer
         having = [
             sharded.installed.first_of(each)
             for each in members(sharded.optimizer)
-            if any(have.used for have in sharded.of(each, self._reducer.all))
+            if any(have.used for have in sharded.of(each, self.reducer.all))
         ]
         self._of_pieces.show(having, self)
         self._pieces_shown = True
@@ -176,8 +177,8 @@ class HeldGradients:
         Raises UsageError for gradients that were replaced.
         """
         self._take_in()
-        if (by := self._factor.rescaling()) is not None:
-            self.multiply(self._reducer.used(), by)
+        if (by := self.factor.rescaling()) is not None:
+            self.multiply(self.reducer.used(), by)
         self._apply_multipliers()
         self.hide()
 
@@ -187,7 +188,7 @@ class HeldGradients:
 
     def hide(self) -> None:
         """Take them away: there are no gradients any more."""
-        self._factor.drop()
+        self.factor.drop()
         self._unscaled = False
         self._pieces_shown = False
         self._stand_ins.hide()
@@ -207,26 +208,23 @@ class HeldGradients:
         Parameters whose `grad` is None now take no part. Raises UsageError for gradients that were replaced,
         and for those that nobody has divided by the number that their loss was multiplied by.
         """
-        if self._factor.by_program and not self._unscaled:
+        if self.factor.by_program and not self._unscaled:
             raise UsageError(_NOT_SCALED)
         if any(self._of_pieces.changed()):
             raise UsageError(_OPTIMIZERS)
         self._pieces_shown = False
         self._take_in()
         shared = self._shared_multipliers()
-        all_norms = self._communicator.alike is self._communicator.whole  # not only this stage's
-        if all_norms and self._factor.norm is None and (norms := self._norms.get(2.0)):
-            self._factor.norm = torch.linalg.vector_norm(torch.stack(norms))  # the program has measured it
-        self._changes |= {
-            "how gradients were multiplied before the last step": (
-                [[self._name(p), *_told(by)] for p, by in self._multipliers.items()]
-                if shared is None
-                else _told(shared)
-            ),
-        }
+        all_norms = self.communicator.alike is self.communicator.whole  # not only this stage's
+        if all_norms and self.factor.norm is None and (norms := self._norms.get(2.0)):
+            self.factor.norm = torch.linalg.vector_norm(torch.stack(norms))  # the program has measured it
+        how: list[Any] = _told(shared or ())
+        if shared is None:
+            how = [[self._name(p), *_told(by)] for p, by in self._multipliers.items()]
+        self.changes["how gradients were multiplied before the last step"] = how
         if shared is None:
             self._apply_multipliers()
-        for gradients in self._reducer.all:
+        for gradients in self.reducer.all:
             gradients.drop_kept()
         return shared or ()
 
@@ -242,7 +240,7 @@ class HeldGradients:
         removed, replaced = self._stand_ins.changed()
         if replaced:
             raise UsageError(_REPLACED.format(some([self._name(each) for each in replaced])))
-        self._changes["parameters whose `.grad` was removed"] = [self._name(each) for each in removed]
+        self.changes["parameters whose `.grad` was removed"] = [self._name(each) for each in removed]
         self.drop(set(removed))
         for parameter in self._dropped:
             self.zero(parameter)
@@ -252,7 +250,7 @@ class HeldGradients:
         """What multiplies all gradients; None where they are multiplied by different numbers."""
         if not self._multipliers:
             return ()
-        every = [self._multipliers.get(parameter, ()) for parameter in self._reducer.used()]
+        every = [self._multipliers.get(parameter, ()) for parameter in self.reducer.used()]
         first = every[0] if every else ()
         same = all(len(each) == len(first) and all(map(_same, each, first)) for each in every)
         return first if same else None
@@ -261,7 +259,7 @@ class HeldGradients:
         def multiply(by: Multiplier, values: Tensor, part: slice) -> None:
             values.mul_(_on(by, values))
 
-        for parameter in self._reducer.used():
+        for parameter in self.reducer.used():
             for each in self._multipliers.pop(parameter, ()):
                 self._change(parameter, partial(multiply, each))
 
@@ -271,19 +269,15 @@ class HeldGradients:
         pieces: one of its parameters. found_inf: becomes 1.0 where a gradient is not finite. inverse:
         multiplies all gradients.
         """
-        (piece,), sharded = pieces, self._optimizer
+        (piece,), sharded = pieces, self.optimizer
         optimizer = next(o for o in members(sharded.optimizer) if sharded.installed.first_of(o) is piece)
-        parameters = [
-            have.group.parameters[index]
-            for have in sharded.of(optimizer, self._reducer.all)
-            for index in have.used
-        ]
+        parameters = self.used_by(optimizer)
         self._unscaled = True
-        if parameters or self._communicator.divided:
+        if parameters or self.communicator.divided:
             norms = self.norms_of(parameters) if parameters else torch.zeros(1)
-            found = (~torch.isfinite(norms)).any().to(self._full_parameters.device, torch.float32)
-            if self._communicator.divided:  # all ranks of the job skip the step, or none
-                self._communicator.all_reduce("overflow", found, self._communicator.whole, "max").wait()
+            found = (~torch.isfinite(norms)).any().to(self.full_parameters.device, torch.float32)
+            if self.communicator.divided:  # all ranks of the job skip the step, or none
+                self.communicator.all_reduce("overflow", found, self.communicator.whole, "max").wait()
             found = found.to(found_inf.device, found_inf.dtype)
             found_inf.copy_(torch.maximum(found_inf, found.reshape(found_inf.shape)))
         self.multiply(parameters, inverse)
@@ -295,15 +289,15 @@ class HeldGradients:
         shared = self._shared_multipliers()
         if shared is None:
             self._apply_multipliers()
-        norm = self._factor.measure(self._reducer, self._factor.product(shared or ())).clone()
-        self._factor.norm = norm.clone()
+        norm = self.factor.measure(self.reducer, self.factor.product(shared or ())).clone()
+        self.factor.norm = norm.clone()
         coefficient = clip_coefficient(norm, max_norm)
-        self.multiply(self._reducer.used(), coefficient)
+        self.multiply(self.reducer.used(), coefficient)
         return norm
 
     def norms(self) -> dict[str, Tensor]:
         """The L2 norm of every parameter's gradient, by name. Collective, once."""
-        used = list(self._reducer.used())
+        used = list(self.reducer.used())
         norms = self.norms_of(used).unbind() if used else ()
         return {self._name(parameter): norm for parameter, norm in zip(used, norms, strict=True)}
 
@@ -319,20 +313,20 @@ class HeldGradients:
 
         Of parameters that differ by rank, the norm is that of all values in the parameter's place.
         """
-        total = torch.zeros(len(self._places), dtype=torch.float32, device=self._full_parameters.device)
-        with self._communicator.postponing_disk_errors():
-            for gradients in self._reducer.all:
+        total = torch.zeros(len(self._places), dtype=torch.float32, device=self.full_parameters.device)
+        with self.communicator.postponing_disk_errors():
+            for gradients in self.reducer.all:
                 if gradients.slice.present:
                     self._put_norms(gradients, order, total)
-        ranks = self._communicator.alike
-        if any(gradients.times < ranks.size for gradients in self._reducer.all):
+        ranks = self.communicator.alike
+        if any(gradients.times < ranks.size for gradients in self.reducer.all):
             finite = math.isfinite(order)
             total = total.pow_(order) if finite else total
-            if finite and any(gradients.times > 1 for gradients in self._reducer.all):
+            if finite and any(gradients.times > 1 for gradients in self.reducer.all):
                 total /= self._times_on(total.device)
-            self._communicator.all_reduce("gradient norms", total, ranks, "sum" if finite else "max").wait()
+            self.communicator.all_reduce("gradient norms", total, ranks, "sum" if finite else "max").wait()
             total = total.pow_(1 / order) if finite else total
-        mean = self._factor.mean()
+        mean = self.factor.mean()
         return total if mean is None else total.mul_(mean)
 
     def _times_on(self, device: torch.device) -> Tensor:
@@ -348,7 +342,7 @@ class HeldGradients:
         here = values if isinstance(values, Tensor) else values.read()
         if group.pieces:
             parts = [here[piece.shard_slice] for piece in group.pieces]
-            norms = self._reducer.norms_of(parts, order)
+            norms = self.reducer.norms_of(parts, order)
             total[self._places_of(gradients, total.device)] = norms.to(total.device)
 
     def _places_of(self, gradients: GroupGradients, device: torch.device) -> Tensor:
@@ -367,7 +361,7 @@ class HeldGradients:
         for piece in gradients.group.pieces:
             if piece.index == index and gradients.slice.present:
                 with (
-                    self._communicator.postponing_disk_errors(),
+                    self.communicator.postponing_disk_errors(),
                     changing(gradients.slice.get()[piece.shard_slice]) as values,
                 ):
                     change(values, slice(piece.start, piece.start + piece.length))

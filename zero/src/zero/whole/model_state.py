@@ -143,28 +143,14 @@ def _misfits(
     model: nn.Module, state: Mapping[str, Any], strict: bool, blocks: Mapping[str, nn.Parameter]
 ) -> str:
     expected, packed = state_of(model), packed_leaves(model)
-    dtypes = [
-        f"{n}: {state[n].dtype} instead of {e.dtype}"
-        for n, e in expected.items()
-        if isinstance(e, Tensor)
-        and e in packed
-        and isinstance(state.get(n), Tensor)
-        and state[n].dtype != e.dtype
-    ]
-    shapes = [
-        f"{n}: {tuple(state[n].shape)} instead of {tuple(e.shape)}"
-        for n, e in expected.items()
-        if isinstance(e, Tensor) and isinstance(state.get(n), Tensor) and state[n].shape != e.shape
-    ]
-    strange = [
-        n
-        for n, e in expected.items()
-        if isinstance(e, Tensor) and n in state and not _fits(state[n], blocks.get(n))
-    ]
+    given = [(n, state[n], e) for n, e in expected.items() if isinstance(e, Tensor) and n in state]
+    pairs = [(n, v, e) for n, v, e in given if isinstance(v, Tensor)]
+    shapes = [f"{n}: {tuple(v.shape)} instead of {tuple(e.shape)}" for n, v, e in pairs if v.shape != e.shape]
+    alike = [(n, v.dtype, e.dtype) for n, v, e in pairs if e in packed]
     problems = {
         "with a different shape": shapes,
-        "packed in another dtype": dtypes,
-        "not a dense tensor with all its values": strange,
+        "packed in another dtype": [f"{n}: {has} instead of {is_}" for n, has, is_ in alike if has != is_],
+        "not a dense tensor with all its values": [n for n, v, _ in given if not _fits(v, blocks.get(n))],
     }
     if strict:
         problems["missing"] = [n for n in expected if n not in state]

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from zero.communication.communicator import Communicator
 from zero.gradients.reducer import GradientReducer
 from zero.sharding.flat_group import FlatGroup
 from zero.sharding.stand_in import Multiplier
 from zero.tiers.values import Values
 
+FactorsOf = Callable[[nn.Parameter], Sequence[Multiplier]]
 LOWEST, HIGHEST = -40, 24
 """Powers of two: the lower edges of the second and of the last but one bucket."""
 BUCKETS = HIGHEST - LOWEST + 3
@@ -42,16 +42,12 @@ class ParameterStatistics:
 
 
 @torch.no_grad()
-def measure(
-    reducer: GradientReducer,
-    factors_of: Callable[[nn.Parameter], Sequence[Multiplier]],
-    communicator: Communicator,
-    device: torch.device,
-) -> dict[str, ParameterStatistics]:
+def measure(reducer: GradientReducer, factors_of: FactorsOf) -> dict[str, ParameterStatistics]:
     """The statistics of all trained parameters, by name. Collective, once.
 
     factors_of: what the sum of a parameter's gradients is multiplied by.
     """
+    communicator, device = reducer.communicator, reducer.stores.accelerator.device
     names = [name for gradients in reducer.all for name in gradients.group.names]
     both = torch.zeros(2, len(names), 1 + BUCKETS, dtype=torch.float32, device=device)
     reduces = any(have.times < communicator.alike.size for have in reducer.all)
@@ -74,13 +70,7 @@ def measure(
     return found
 
 
-def _add(
-    rows: Tensor,
-    share: float,
-    group: FlatGroup,
-    values: Values,
-    factors_of: Callable[[nn.Parameter], Sequence[Multiplier]],
-) -> None:
+def _add(rows: Tensor, share: float, group: FlatGroup, values: Values, factors_of: FactorsOf) -> None:
     """Add a share of this rank's part of a group's values, times their factors, to the rows of its
     parameters."""
     here = values if isinstance(values, Tensor) else values.read()

@@ -99,8 +99,8 @@ def _keep_writes(nodes: Sequence[fx.Node], liveness: Liveness, found: Before) ->
     touching: dict[fx.Node, list[fx.Node]] = {}
     writing: dict[fx.Node, list[fx.Node]] = {}
     for node in nodes:
-        written = {s for i in node.all_input_nodes if writes(node, i) for s in liveness.storages(i)}
-        for storage in liveness.touched(node):
+        written = {s for i in node.all_input_nodes if writes(node, i) for s in liveness.storages[i]}
+        for storage in liveness.touched[node]:
             found[node].update(writing.get(storage, [])[-1:])
             touching.setdefault(storage, []).append(node)
         for storage in written:

@@ -38,16 +38,13 @@ def offload_activations(
 
     Returns how many values go.
     """
-    received = {n.name: n for n in backward.graph.find_nodes(op="placeholder") if _is_used(n)}
+    placeholders = backward.graph.find_nodes(op="placeholder")
+    received = {n.name: n for n in placeholders if any(user.op != "output" for user in n.users)}
     leaving = _chosen(forward, kept, part, least, received)
     devices = [node.meta["val"].device for node in leaving]
     _send(forward, leaving)
     _bring_back(backward, [(received[n.name], d) for n, d in zip(leaving, devices, strict=True)])
     return len(leaving)
-
-
-def _is_used(placeholder: fx.Node) -> bool:
-    return any(user.op != "output" for user in placeholder.users)
 
 
 def _chosen(
@@ -56,13 +53,13 @@ def _chosen(
     """What leaves, in the order in which it is saved."""
     result: Sequence[fx.Node] = outputs(forward.graph).args[0]  # type: ignore[assignment]
     liveness, order = Liveness(forward, inputs_go=False), forward.positions()
-    alone = Counter(s for node in result if isinstance(node, fx.Node) for s in liveness.storages(node))
+    alone = Counter(s for node in result if isinstance(node, fx.Node) for s in liveness.storages[node])
     may_go = [
         node
         for node in result[kept:]
         if isinstance(node, fx.Node) and node.name in received
         if _is_dense_float(node) and bytes_of(node) >= least
-        for storage in liveness.storages(node)
+        for storage in liveness.storages[node]
         if alone[storage] == 1 and storage.op != "placeholder" and bytes_of(storage) == bytes_of(node)
     ]
     may_go.sort(key=order.__getitem__)

@@ -33,12 +33,9 @@ def _tie(wait: fx.Node, order: dict[fx.Node, int]) -> int:
             results.add(node)
         node = node.next
     needed = [r for r in results if any(order[user] > order[node] for user in r.users)]
-    tied = [r for r in sorted(needed, key=order.__getitem__) if _is_computed(r)]
+    # What the compiler computes here, it may compute later.
+    computed = [r for r in needed if dtype_of(r) is not None and not is_generator_state(r)]
+    tied = sorted(computed, key=order.__getitem__)
     keep = node.args[3] if len(node.args) > 3 else False
     node.args = (*node.args[:3], keep, tied)
     return len(tied)
-
-
-def _is_computed(node: fx.Node) -> bool:
-    """Whether the compiler computes a tensor here, and so may do it later."""
-    return dtype_of(node) is not None and not is_generator_state(node)
