@@ -218,3 +218,19 @@ def test_results_of_one_operation_have_each_its_own_shape(accelerator: Accelerat
             for late, prompt in zip(results(), expected, strict=True):
                 assert (late.dtype, late.stride()) == (prompt.dtype, prompt.stride())
                 assert torch.equal(late.cpu(), prompt.cpu())
+
+
+@on_sim
+def test_operations_that_resize_their_result_run_late(accelerator: Accelerator) -> None:
+    """torch gives some of them an empty tensor to write to."""
+    values = torch.full((5, 3), -2.0).to("sim")
+    side = accelerator.streams.new()
+    with accelerator.streams.use(side):
+        late = [values.abs(), values.t().abs(), values.abs().amax(1)]
+        out = torch.empty(0, device="sim")
+        torch.neg(values, out=out)
+        done = side.record()
+    assert not done.done()
+    accelerator.streams.current().wait(done)
+    assert [tuple(each.shape) for each in (*late, out)] == [(5, 3), (3, 5), (5,), (5, 3)]
+    assert all(bool((each == 2).all()) for each in (*late, out))
