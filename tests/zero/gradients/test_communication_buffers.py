@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,9 +13,13 @@ import torch
 from torch import Tensor, nn
 
 import accelz
+import zero
 from accelz.conformance.cluster import Clusters, Context
 from tests.zero.gradients.test_windows import Late, Recomputed, Sometimes, trained
 from tests.zero.helpers.kept import different
+from tests.zero.helpers.models import Stack
+from tests.zero.helpers.paths import straight
+from tests.zero.helpers.training import adamw
 
 
 @contextmanager
@@ -82,6 +87,36 @@ def test_the_bits_are_the_same_and_nothing_is_written_after_a_reduction(
         assert reduced > 0
         assert written == 0
         assert not differing
+
+
+def released_body(context: Context) -> tuple[int, int]:
+    """How many buffers two steps took, and how many of them were there at once at most."""
+    calls: Any = accelz.current().collectives
+    taken: list[weakref.ref[Any]] = []
+    most = 0
+
+    def empty(*arguments: Any) -> Tensor:
+        nonlocal most
+        made = type(calls).empty(calls, *arguments)
+        taken.append(weakref.ref(made.untyped_storage()))
+        most = max(most, sum(each() is not None for each in taken))
+        return made
+
+    model = Stack(layers=8)
+    with declared(True):
+        engine = zero.initialize(model, adamw(model), zero.Config(timeout=20))
+    calls.empty = empty
+    for step in range(2):
+        engine.backward(straight(model, step, context.rank))
+        engine.step()
+    del calls.empty
+    return len(taken), most
+
+
+def test_a_buffer_is_dropped_once_it_is_reduced(cluster: Clusters) -> None:
+    for taken, most in cluster(2).run(released_body):
+        assert taken == 18
+        assert most <= 4
 
 
 @pytest.mark.parametrize("settings", [{"accumulate": "local"}, {"stage": 1}], ids=["local", "stage 1"])

@@ -27,8 +27,7 @@ class CommunicationBuffer(FlatBuffer):
             self._fill(self.data.dtype)
 
     def release(self) -> None:
-        self.views = ()
-        self.data = self.data.new_empty(0)
+        super().__init__(self.data.new_empty(0), self.parameters, ())
 
     def _fill(self, dtype: torch.dtype) -> None:
         """Take memory. Raises OutOfMemoryError."""
