@@ -15,11 +15,11 @@ from torch import Tensor, nn
 import accelz
 import zero
 from accelz.conformance.cluster import Clusters, Context
-from tests.zero.gradients.test_windows import Late, Recomputed, Sometimes, trained
 from tests.zero.helpers.kept import different
 from tests.zero.helpers.models import Stack
 from tests.zero.helpers.paths import straight
 from tests.zero.helpers.training import adamw
+from tests.zero.helpers.windows import Late, Recomputed, Sometimes, trained
 
 
 @contextmanager
