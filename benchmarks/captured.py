@@ -1,4 +1,4 @@
-"""`python -m benchmarks.captured`: the host's time for the optimizer's part of a step, called, replayed."""
+"""`python -m benchmarks.captured`: the host's time for the optimizer's part of a step, called or replayed."""
 
 from __future__ import annotations
 
