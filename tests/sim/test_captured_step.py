@@ -96,6 +96,11 @@ def test_sums_of_micro_batches_are_stepped_alike(sim: Clusters, accumulate: str)
     sim(2).run(bits_body, settings=settings)  # sharded sums are wherever the allocator puts them
 
 
+@pytest.mark.slow
+def test_copies_of_the_model_are_stepped_alike(sim: Clusters) -> None:
+    assert sim(4).run(bits_body, settings={"shard_ranks": 2, "precision": "bf16"}) == [STEPS - FIRST] * 4
+
+
 def missing_body(context: Context) -> None:
     plain, captured = _engine(False), _engine(True)
     for step in range(2 * FIRST + 3):
