@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.strategies import SingleDeviceStrategy
 
+import zero
 from accelz.conformance.cluster import Cluster, Clusters, Context
 from tests.frameworks.lightning_modules import Wide, loader, off, trainer_of, weights
 from zero.integrations.lightning import AccelzAccelerator
@@ -46,9 +48,20 @@ def test_a_device_that_lightning_does_not_know(cluster: Clusters, simulated: Clu
         assert off(parameters, plain) < 1e-6
 
 
+class Placed(Wide):
+    place = ""
+
+    def on_train_start(self) -> None:
+        self.place = self.device.type
+
+
 def refused_body(context: Context) -> None:
     with pytest.raises(RuntimeError, match="accelerator='accelz'"):
         trainer_of("zero", accelerator="cpu").fit(Wide(), loader())
+    with pytest.raises(zero.UsageError, match="SingleDeviceStrategy\\(device='sim'\\)"):
+        trainer_of("auto", accelerator="accelz", devices=1).fit(Wide(), loader())
+    trainer_of(SingleDeviceStrategy("sim"), accelerator="accelz", devices=1).fit(module := Placed(), loader())
+    assert module.place == "sim"
 
 
 def test_another_device_than_accelzs(simulated: Cluster) -> None:

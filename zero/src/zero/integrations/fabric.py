@@ -57,7 +57,14 @@ class AccelzAccelerator(Accelerator):
     """
 
     def setup_device(self, device: torch.device) -> None:
-        """Do nothing: `join_job` binds the process to its device."""
+        """Refuse another device than accelz's, such as the CPU that Lightning's "auto" takes in place of one
+        that it does not know. `join_job` binds the process. Raises UsageError."""
+        chosen = accelz.current().device
+        if device.type != chosen.type:
+            raise UsageError(
+                f"the strategy runs on {device}, and accelz has chosen {chosen}: write "
+                f"strategy=ZeroStrategy(), or lightning's SingleDeviceStrategy(device={chosen.type!r})"
+            )
 
     def teardown(self) -> None:
         accelz.current().memory.trim()
