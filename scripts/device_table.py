@@ -53,7 +53,8 @@ def _verdict(report: dict[str, Any]) -> str:
         ran = report["passed"] + report["failed"]
         return f"fails {report['failed']} of {ran}, {report['not_run']} not run"
     untested = ", ".join(row["what"] for row in report["not_tried"])
-    return f"passes {report['passed']}{f', not tested: {untested}' if untested else ''}"
+    of = f" of {report['selection']}" if report.get("selection") else ""  # which older reports do not say
+    return f"passes {report['passed']}{of}{f', not tested: {untested}' if untested else ''}"
 
 
 def main(arguments: list[str]) -> int:

@@ -212,6 +212,9 @@ def test_a_report_is_written_beside_what_people_read(tmp_path: Path, monkeypatch
     done = _run("check", "foo", "--report", first)
     assert (done.exit_code, "foo passes: " in done.stdout) == (0, True)
     assert first.read_text() == _run("check", "foo", "--json").stdout.rstrip()
+    assert json.loads(first.read_text())["selection"] == ""
+    assert _run("check", "foo", "--report", first, "--quick").exit_code == 0
+    assert json.loads(first.read_text())["selection"] == "the quick tests"
     first.write_text(json.dumps({**SOUND, "tests": {"a": "passed"}}))
     done = _run("check", "foo", "--report", second, "--against", first)
     assert done.exit_code == json.loads(second.read_text())["exit_code"] == 1

@@ -25,9 +25,11 @@ def test_each_report_is_a_row(tmp_path: Path) -> None:
     folder.mkdir(parents=True)
     (folder / "foo.json").write_text(json.dumps(REPORT))
     (folder / "sad.json").write_text(json.dumps(REPORT | {"failed": 1, "not_run": 3}))
-    rows = device_table.page(tmp_path).splitlines()[-2:]
+    (folder / "quick.json").write_text(json.dumps(REPORT | {"selection": "the quick tests", "not_tried": []}))
+    rows = device_table.page(tmp_path).splitlines()[-3:]
     assert rows == [
         "| accelz-foo 1.0 | acme | passes 9, not tested: streams | 2 | 7 of 8 | 2.13 | 4 / 5 | m |",
+        "| accelz-foo 1.0 | acme | passes 9 of the quick tests | 2 | 7 of 8 | 2.13 | 4 / 5 | m |",
         "| accelz-foo 1.0 | acme | fails 1 of 10, 3 not run | 2 | 7 of 8 | 2.13 | 4 / 5 | m |",
     ]
 

@@ -197,7 +197,7 @@ def check(
     lacking = summary["not_tried"] and not chosen
     worse = bool(earlier and summary["against"]["worse"])
     code = 1 if worse or not summary["ok"] else 3 if lacking and not allow_untested else 0
-    told = {**summary, "ok": not code, "exit_code": code}
+    told = {**summary, "selection": chosen, "ok": not code, "exit_code": code}
     if report:
         report.write_text(json.dumps(told, indent=2))
     if as_json:
