@@ -23,6 +23,7 @@ from zero.files.names import Rename
 from zero.memory.memory_report import MemoryReport
 from zero.memory.placement_policy import asking_to_repeat
 from zero.migration_hints import explained, missing, no_tuple
+from zero.observe.flops import ATTENTION
 from zero.observe.observation import Facts, Observing
 from zero.observe.observer import Observer, Run
 from zero.observe.profiler import Profiler
@@ -608,7 +609,7 @@ class Engine:
         """
         if self._compiled is not None:
             raise UsageError(_NO_SINGLE_OPERATIONS)
-        with FlopCounterMode(display=False) as counter:
+        with FlopCounterMode(display=False, custom_mapping=ATTENTION) as counter:
             self(*args, **kwargs)
         return 3 * int(counter.get_total_flops())
 

@@ -4,6 +4,7 @@ Modules, lowest first:
 
 observer        what is told, and the class to subclass
 transfers       how fast collectives and copies are
+flops           operations of what torch calls, counted
 observation     what the parts of an engine report to
 profile_summary, profiler
                 where the time of some steps went

@@ -3,7 +3,6 @@
 Modules, lowest first:
 
 groups, order           units and groups as numbers; in which order they are used
-operations              what torch counts of a product
 activations             a forward and backward without values
 peaks                   a step played through
 memory, traffic         what a rank keeps in each memory; what it sends

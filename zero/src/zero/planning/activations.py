@@ -11,7 +11,7 @@ import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from accelz import HOST
 from zero.errors import UsageError
-from zero.planning.operations import Flops, operations
+from zero.observe.flops import operations
 from zero.sharding.tensors import iter_tensors
 from zero.sharding.units import ROOT
 
@@ -39,6 +39,31 @@ class Activations:
 
     forward: Mapping[str | None, int] = field(default_factory=dict)
     backward: Mapping[str | None, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flops:
+    """Floating-point operations of one rank in an optimizer step, all micro-batches together: of matrix
+    products, convolutions and attention, of which half counts under a causal mask.
+
+    recomputed: what checkpointing repeats of the forward in the backward.
+    """
+
+    forward: int
+    backward: int
+    recomputed: int
+
+    @property
+    def model(self) -> int:
+        """The model's own: without those that are recomputed."""
+        return self.forward + self.backward
+
+    @property
+    def all(self) -> int:
+        return self.model + self.recomputed
+
+    def times(self, micro_batches: int) -> Flops:
+        return Flops(**{name: micro_batches * count for name, count in asdict(self).items()})
 
 
 def measure(

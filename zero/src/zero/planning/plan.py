@@ -20,10 +20,9 @@ from zero.drafts.unit_drafts import UnitDraft, draft_units
 from zero.errors import ConfigError, UsageError
 from zero.gradients.group_gradients import GradientPolicy
 from zero.optimizer.state_size import moments_of
-from zero.planning.activations import Activations, measure
+from zero.planning.activations import Activations, Flops, measure
 from zero.planning.groups import PlannedUnit, UnitPlanner
 from zero.planning.memory import MemoryPlan, plan_memory
-from zero.planning.operations import Flops
 from zero.planning.step_time import Rates, TimePlan, plan_time
 from zero.planning.text import describe
 from zero.planning.traffic import TrafficPlan, plan_traffic

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 
 import accelz
 from zero.errors import UsageError
-from zero.planning.operations import Flops
+from zero.planning.activations import Flops
 from zero.planning.traffic import TrafficPlan
 
 

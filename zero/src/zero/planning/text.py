@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from zero.config.sizes import human
+from zero.planning.activations import Flops
 from zero.planning.memory import MemoryPlan
-from zero.planning.operations import Flops
 from zero.planning.step_time import TimePlan
 from zero.planning.traffic import TrafficPlan
 from zero.tiers.tier import TIERS
