@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -74,6 +75,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.getoption("--device") != "cpu":
         _keep(config, items, _touches_the_device)
     items.sort(key=lambda item: item.parent is None or item.parent.get_closest_marker("slow") is None)
+
+
+def pytest_collection_finish() -> None:
+    """Garbage collections in tests then look at the tests' own objects, not at torch's modules each time."""
+    gc.collect()
+    gc.freeze()
 
 
 def _keep(config: pytest.Config, items: list[pytest.Item], kept: Callable[[pytest.Item], bool]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -116,6 +117,7 @@ def use_global() -> Tensor:
 
 
 def in_global(weight: Tensor) -> None:
+    gc.unfreeze()  # this module too, which was there before tests began: see tests/conftest.py
     globals()["WEIGHT"] = weight
 
 
@@ -142,6 +144,7 @@ def test_what_else_keeps_a_weight_is_refused(way: str) -> None:
             check_aliases(model)
     finally:
         globals().pop("WEIGHT", None)
+        gc.freeze()
     del kept
     check_aliases(model)
 
