@@ -133,7 +133,9 @@ LENGTH = 1024  # long enough that values are worth moving
 def build(
     model: nn.Module, where: str = "host", fraction: float = 1.0, inner: Any = "aot_eager", **settings: Any
 ) -> zero.Engine:
+    """inner: the inner compiler; None for an eager engine."""
     part = {"activations": fraction} if where == "host" else {}
     offload = zero.Offload(activations=where, fraction=part)
-    config = zero.Config(compile=zero.Compile(inner=inner), offload=offload, timeout=100, **settings)
+    compiling = None if inner is None else zero.Compile(inner=inner)
+    config = zero.Config(compile=compiling, offload=offload, timeout=100, **settings)
     return zero.initialize(model, adamw(model), config)

@@ -45,8 +45,9 @@ def trained(
 
 
 def loops_body(context: Context, **settings: Any) -> bool:
+    compiled = {"compile": zero.Compile(inner="aot_eager"), "gradient_accumulation_steps": None}
     counted = trained(context, by_engine, 2, 2, gradient_accumulation_steps=2, **settings)
-    plain = trained(context, by_autograd, 2, 2, gradient_accumulation_steps=None, **settings)
+    plain = trained(context, by_autograd, 2, 2, **compiled, **settings)
     return all(torch.equal(plain[name], value) for name, value in counted.items())
 
 
@@ -60,9 +61,8 @@ def loops_body(context: Context, **settings: Any) -> bool:
     ],
 )
 def test_compiled_loops_have_the_same_bits(cluster: Clusters, size: int, settings: dict[str, Any]) -> None:
-    """As eager ones have in `gradients/test_windows.py`."""
-    compiled = {"compile": zero.Compile(inner="aot_eager"), **settings}
-    assert all(cluster(size).run(loops_body, limit=200, **compiled))
+    """As eager ones have in `gradients/test_windows.py`: as the engine's loop without graphs, too."""
+    assert all(cluster(size).run(loops_body, limit=200, **settings))
 
 
 def local_body(context: Context, stage: int) -> bool:
