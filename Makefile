@@ -26,7 +26,7 @@ AGAIN ?=
 again = $(if $(AGAIN),|| (echo "once more, alone, what failed above:" && \
 	$(1) -m pytest -n 0 --last-failed --last-failed-no-failures none --maxfail 1 $(2)))
 
-.PHONY: setup sim arguments train test quick frameworks browser docs release check lints format bench clean
+.PHONY: setup sim arguments train test quick environments frameworks browser docs release check lints format bench clean
 
 setup: $(STAMP)
 
@@ -65,6 +65,8 @@ endif
 
 quick: setup  ## what to run at every change, in less than a minute: what one process tests at once
 	$(PYTEST) --quick $(ARGS)
+
+environments: $(FRAMEWORKS_STAMP) $(DOCS_STAMP) browser  ## what `make frameworks` and `make docs` need, ahead of them
 
 frameworks: setup $(FRAMEWORKS_STAMP) browser  ## zero.integrations with the real frameworks, which .venv does without
 	$(FRAMEWORKS)/bin/python -m pytest $(PYTEST_OPTIONS) tests/frameworks $(ARGS) \
