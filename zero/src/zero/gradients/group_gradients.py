@@ -208,11 +208,13 @@ class GroupGradients:
 
     def empty_slice(self, dtype: torch.dtype) -> Tensor:
         """Room on the device for the reduced slice."""
-        if self._room_is_free and self._room is not None and self._room.dtype is dtype:
+        kept = self._room
+        if kept is not None and self._room_is_free and kept.dtype is dtype:
             self._room_is_free = False
-            return self._room
+            return kept
         room = self._new_slice(dtype)
-        if self._policy.stays:
+        in_use = kept is not None and not self._room_is_free  # by the sum that this is added to
+        if self._policy.stays and not in_use and self._policy.slice_dtype(self._gradient_dtype) is dtype:
             self._room, self._room_is_free = room, False
         return room
 

@@ -67,6 +67,7 @@ class PlannedGroup:
     kernel: whether a kernel steps it. moments: values of the master's size that are kept per element besides
         it. whole: of
         parameters that are stepped whole; None where slices are.
+    stays: whether the room of its reduced slice stays from step to step.
     """
 
     numel: int
@@ -91,10 +92,23 @@ class PlannedGroup:
     kernel: bool
     moments: float
     whole: Stepped | None
+    stays: bool
 
     @property
     def sharded(self) -> bool:
         return self.shard_numel < self.numel
+
+    @property
+    def reduced_in_place(self) -> bool:
+        """Whether its reduced gradient is the whole buffer itself."""
+        return not self.sharded and self.sent is self.slice
+
+    @property
+    def room(self) -> int:
+        """Bytes of the device that its gradients keep between steps."""
+        if not (self.stays and self.placement.gradients.near):
+            return 0
+        return self.gradient_bytes if self.reduced_in_place else self.slice_bytes
 
     @property
     def whole_bytes(self) -> int:
@@ -143,7 +157,8 @@ class PlannedGroup:
     def before_steps(self) -> PlannedGroup:
         """The group before its first step, in which torch's optimizers make their state."""
         whole = self.whole and replace(self.whole, state=0)
-        return self if self.kernel else replace(self, moments=0, whole=whole)
+        new = replace(self, stays=False)
+        return new if self.kernel else replace(new, moments=0, whole=whole)
 
     def record_bytes(self, numel: int, tier: Tier) -> int:
         """Bytes of master and moments in memory, for `numel` elements in `tier`."""
@@ -272,6 +287,9 @@ class UnitPlanner:
             kernel=kind.stepping.rule is not None,
             moments=self._moments_of(draft),
             whole=self._stepped(draft),
+            stays=kind.trainable
+            and policy.stays
+            and (not policy.sums or policy.slice_dtype(gathered) is reduced),
         )
 
     def _moments_of(self, draft: GroupDraft) -> float:

@@ -115,7 +115,11 @@ def _rest(group: PlannedGroup, tier: Tier, config: Config) -> DeviceBytes:
         optimizer = sum(tier.nbytes(numel, *columns) for numel in records)
     else:
         optimizer = sum(group.record_bytes(numel, tier) for numel in records)
-    return DeviceBytes(parameters=parameters if group.placement.params is tier else 0, optimizer=optimizer)
+    return DeviceBytes(
+        parameters=parameters if group.placement.params is tier else 0,
+        gradients=group.room if tier.near else 0,
+        optimizer=optimizer,
+    )
 
 
 def _buffers(groups: Sequence[PlannedGroup], compact: bool) -> int:

@@ -72,8 +72,8 @@ def forward(
     order = [unit for unit in units if not unit.is_root]
     groups = [group for unit in units for group in unit.groups if group.trainable]
     near = [group for group in groups if group.placement.gradients.near]
-    gradients = sum(g.slice_bytes for g in near) if sums == "slices" else 0
-    gradients += sum(g.gradient_bytes for g in groups) if sums == "whole" else 0
+    gradients = sum(g.slice_bytes - g.room for g in near) if sums == "slices" else 0
+    gradients += sum(_beside_room(g) for g in groups) if sums == "whole" else 0
     yield None, DeviceBytes(gathered=_window([u for u in units if u.is_root], []), gradients=gradients)
     for index, unit in enumerate(order):
         ahead = [later for later in order[index + 1 :] if later.gathered][:prefetch]
@@ -81,6 +81,11 @@ def forward(
         yield unit.name, DeviceBytes(gathered=gathered, gradients=gradients)
     if order:  # the last block stays for the backward
         yield HEAD, DeviceBytes(gathered=_gathered_at(units, order[-1], []), gradients=gradients)
+
+
+def _beside_room(group: PlannedGroup) -> int:
+    """Bytes of a whole buffer of gradients that is there with all its gradients."""
+    return group.gradient_bytes - (group.room if group.reduced_in_place else 0)
 
 
 def _gathered_at(units: Sequence[PlannedUnit], unit: PlannedUnit, ahead: Sequence[PlannedUnit]) -> int:
@@ -184,16 +189,26 @@ class _Moment:
         """
         near, age = group.placement.gradients.near, self.index - position
         kept = sums == "kept slices" and near and age > UNDER_REDUCTION
-        return self._bytes_of(group, near, age, early, sums) + (group.slice_bytes if kept else 0)
+        in_room = group.room if self._is_in_room(group, age, early, sums) else 0
+        return self._bytes_of(group, near, age, early, sums) + (group.slice_bytes if kept else 0) - in_room
+
+    def _is_in_room(self, group: PlannedGroup, age: int, early: bool, sums: Sums) -> bool:
+        """Whether what `bytes_of` counts is, in part, in the room of the group's slice."""
+        if sums == "slices":
+            return True
+        if group.reduced_in_place:
+            return self._is_begun(group, age, early, sums)
+        if group.sent is not group.reduced and sums != "kept whole":
+            return age > UNDER_REDUCTION
+        return age > 0 or (age == 0 and self.reduced)
 
     def _bytes_of(self, group: PlannedGroup, near: bool, age: int, early: bool, sums: Sums) -> int:
-        awaited = group is self.adding and not group.begun
-        begun = early or sums == "whole" or age > 0 or (age == 0 and not awaited)
+        begun = self._is_begun(group, age, early, sums)
         if sums == "kept whole":
             return self._kept_whole(group, age, near, begun)
         if group.sent is not group.reduced:
             return self._narrowed(group, age, near, begun)
-        if not group.sharded and group.sent is group.slice:
+        if group.reduced_in_place:
             return self._in_place(group, age, near, begun, sums)
         done = age > 0 or (age == 0 and self.reduced)
         adds = sums == "slices" and done and age <= UNDER_REDUCTION  # what is added to the sum
@@ -202,6 +217,10 @@ class _Moment:
         whole = group.gradient_bytes if begun and age <= UNDER_REDUCTION else 0
         added = group.shard_numel * group.reduced.itemsize if adds else 0
         return whole + (group.slice_bytes if stays or travels else 0) + added
+
+    def _is_begun(self, group: PlannedGroup, age: int, early: bool, sums: Sums) -> bool:
+        awaited = group is self.adding and not group.begun
+        return early or sums == "whole" or age > 0 or (age == 0 and not awaited)
 
     def _kept_whole(self, group: PlannedGroup, age: int, near: bool, begun: bool) -> int:
         """As `bytes_of`, where the whole buffer stays beside its reduced slice, and so beside what travels if
@@ -236,7 +255,7 @@ def before_step(units: Sequence[PlannedUnit], sums: Sums) -> DeviceBytes:
     near = [group for group in groups if group.placement.gradients.near]
     kept = sum(g.gradient_bytes for g in groups) if sums == "kept whole" else 0
     kept += sum(g.slice_bytes for g in near) if sums == "kept slices" else 0
-    return DeviceBytes(gradients=kept + sum(group.slice_bytes for group in near))
+    return DeviceBytes(gradients=kept + sum(group.slice_bytes - group.room for group in near))
 
 
 def step(units: Sequence[PlannedUnit], scaled: bool) -> DeviceBytes:
@@ -248,7 +267,7 @@ def step(units: Sequence[PlannedUnit], scaled: bool) -> DeviceBytes:
     groups = [(g, age) for age, unit in enumerate(reversed(turns)) for g in unit.groups if g.trainable]
     near = [group for group, _ in groups if group.placement.gradients.near]
     travelling = [g for g, age in groups if not g.placement.gradients.near and age < TRAVELLING]
-    gradients = sum(group.slice_bytes for group in (*near, *travelling))
+    gradients = sum(group.slice_bytes - group.room for group in (*near, *travelling))
     gradients += sum(
         _stepped_with(group, numel, scaled)
         for group, _ in groups
