@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from typing import Any
 
@@ -125,16 +126,17 @@ class GraphsContract:
             streams.synchronize()
             return memory.stats().allocated
 
+        gc.collect()  # what earlier tests have left is not to go meanwhile
         before = allocated()
         graph = streams.capture(lambda: _add_twice(total, addend))
         held = allocated()
         for _ in range(REPLAYS):
             graph.replay()
         grown = allocated() - held
-        expect(grown == 0, "Graph.replay", "must take no memory", f"{grown} bytes in {REPLAYS} replays")
+        expect(grown <= 0, "Graph.replay", "must take no memory", f"{grown} bytes in {REPLAYS} replays")
         del graph
         kept = allocated() - before
-        expect(kept == 0, "Streams.capture", "must keep nothing of a graph that is gone", f"{kept} bytes")
+        expect(kept <= 0, "Streams.capture", "must keep nothing of a graph that is gone", f"{kept} bytes")
 
     @about("Kernels.step", "Streams.capture")
     @needs("graph_capture")
