@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 import zero
 from accelz.conformance.cluster import Context
-from tests.zero.helpers.commands import run
+from tests.zero.helpers.commands import refused, run
 from tests.zero.helpers.failing import TIMEOUT, Ranks
 from tests.zero.helpers.flights import GATHER, flight
 from tests.zero.helpers.loops import train_on
@@ -201,7 +201,15 @@ def test_a_folder_without_flights_or_with_others_is_an_error(tmp_path: Path) -> 
     flight(7, 4, world_size=8, time=1.0).write(tmp_path)  # of an earlier, larger job
     assert [each.rank for each in read(tmp_path)] == [0]
     (tmp_path / "rank-00001.flight.json").write_text('{"rank": 1}')
-    assert "is not what a flight recorder writes" in run("explain-hang", tmp_path).stderr
+    told = refused("explain-hang", tmp_path)
+    assert told.endswith("is not what a flight recorder writes: world_size: Field required")
+
+
+@pytest.mark.host
+def test_a_name_that_is_not_text_is_written_as_well_as_can_be(tmp_path: Path) -> None:
+    at = os.fsdecode(b"/caf\xe9/train.py:3")
+    flight(0, 1, place=at).write(tmp_path)
+    assert [each.place for each in read(tmp_path)] == ["/caf?/train.py:3"]
 
 
 def high_pipe() -> tuple[int, int]:

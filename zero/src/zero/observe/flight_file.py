@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from zero.errors import StateError
 
@@ -66,7 +66,8 @@ class Flight:
         """Write or replace the rank's file in one step."""
         path = path_of(folder, self.rank)
         new = path.with_suffix(".new")
-        new.write_text(json.dumps(asdict(self), indent=1), encoding="utf-8")
+        text = json.dumps(asdict(self), indent=1, ensure_ascii=False)
+        new.write_text(text, encoding="utf-8", errors="replace")  # names of files may be any bytes
         os.replace(new, path)
         return path
 
@@ -90,5 +91,7 @@ def read(folder: Path) -> list[Flight]:
 def _read(path: Path) -> Flight:
     try:
         return TypeAdapter(Flight).validate_json(path.read_bytes())
-    except ValueError as error:
-        raise StateError(f"{path} is not what a flight recorder writes: {error}") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        told = "".join(f"{part}: " for part in first["loc"]) + first["msg"]
+        raise StateError(f"{path} is not what a flight recorder writes: {told}") from error
