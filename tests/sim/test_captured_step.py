@@ -93,7 +93,41 @@ def test_sums_of_micro_batches_are_stepped_alike(sim: Clusters, accumulate: str)
     settings = {"gradient_accumulation_steps": 2, "accumulate": accumulate, "precision": "bf16"}
     (replays,) = sim(1).run(bits_body, settings=settings)
     assert replays == STEPS - FIRST
-    sim(2).run(bits_body, settings=settings)  # sharded sums are wherever the allocator puts them
+    sim(2).run(
+        bits_body, settings=settings
+    )  # sharded sums in fp32 of 16 bits are where the allocator puts them
+
+
+def test_sums_over_ranks_stay_where_the_first_one_came(sim: Clusters) -> None:
+    settings = {"gradient_accumulation_steps": 3, "accumulate": "sharded"}
+    assert sim(2).run(bits_body, settings=settings) == [STEPS - FIRST] * 2
+
+
+def away_body(context: Context) -> int:
+    memory = context.accelerator.memory
+    before = memory.stats().allocated
+    engines = [_engine(capture, stage=context.size) for capture in (True, False)]
+    for step in range(2 * FIRST + 3):
+        if step == FIRST + 1:
+            for engine in engines:
+                engine.offload_states()
+            assert memory.stats().allocated - before < 1000  # counts of steps
+            for engine in engines:
+                engine.reload_states()
+        for engine in engines:
+            engine.backward(language_loss(engine.module, step, 0))
+            engine.step()
+    captured, plain = map(values_of, engines)
+    assert [name for name, value in plain.items() if not torch.equal(captured[name], value)] == []
+    return _captured(engines[0]).replays
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_neither_graph_nor_gradients_stay_on_the_device_when_the_state_leaves(
+    sim: Clusters, ranks: int
+) -> None:
+    """Later steps are captured anew."""
+    assert all(replays > 1 for replays in sim(ranks).run(away_body))
 
 
 @pytest.mark.slow

@@ -533,6 +533,7 @@ class Engine:
         if not self._state_offload.away:
             self._placement.pause()
         self._pass.release_all()
+        self._reducer.leave_device()
         self._full_parameters.begin_write()
         self._state_offload.offload()
         self.accelerator.streams.synchronize()

@@ -118,6 +118,7 @@ class GroupGradients:
         self._stores = stores
         self._accelerator = stores.accelerator
         self._policy = policy
+        self._stays = policy.stays and group.placement.gradients.near
         self._buffers: dict[torch.dtype, FlatBuffer] = {}  # released, kept for their views
         self._under_slice: FlatBuffer | None = None  # the whole buffer in which the slice lives
         self._room: Tensor | None = None  # of the slice, if it has room of its own, which stays
@@ -214,7 +215,7 @@ class GroupGradients:
             return kept
         room = self._new_slice(dtype)
         in_use = kept is not None and not self._room_is_free  # by the sum that this is added to
-        if self._policy.stays and not in_use and self._policy.slice_dtype(self._gradient_dtype) is dtype:
+        if self._stays and not in_use and self._policy.slice_dtype(self._gradient_dtype) is dtype:
             self._room, self._room_is_free = room, False
         return room
 
@@ -352,7 +353,7 @@ class GroupGradients:
             self.slice.add(slice_)
 
     def _drop_slice(self) -> None:
-        if self._room is not None and self.slice.present:
+        if self._room is not None and not self._room_is_free:
             self._room_is_free = self.slice.is_in(self._room)
             self._room = self._room if self._room_is_free else None
         self.slice.clear()
@@ -387,6 +388,11 @@ class GroupGradients:
         self.locally_used.clear()
         self.used.clear()
 
+    def leave_device(self) -> None:
+        """Drop the memory that stays from one step to the next, between steps."""
+        self._room, self._room_is_free = None, False
+        self._buffers.clear()
+
     def forget(self, index: int) -> None:
         """Parameter `index` has no gradient any more. What is left of it in the slice is to be made zero."""
         for known in (self.filled, self.locally_used, self.used):
@@ -407,7 +413,7 @@ class GroupGradients:
 
     def _leave(self, whole: FlatBuffer) -> None:
         """Part with the buffer of a slice, for the next one."""
-        if self._policy.stays and not self.is_kept(whole):
+        if self._stays and not self.is_kept(whole):
             self._buffers.setdefault(whole.data.dtype, whole)
         else:
             self.release_whole(whole)

@@ -261,6 +261,11 @@ class GradientReducer:
         for gradients in self.all:
             gradients.clear()
 
+    def leave_device(self) -> None:
+        """Drop the memory of gradients that stays from one step to the next, between steps."""
+        for gradients in self.all:
+            gradients.leave_device()
+
     def _reduce(self, gradients: GroupGradients) -> None:
         gradients.seal()
         while any(r.gradients is gradients and gradients.is_kept(r.whole) for r in self._reductions):

@@ -63,6 +63,10 @@ class CapturedStep:
             return
         self._captured = found
 
+    def drop(self) -> None:
+        """Drop the graph, with its memory: what it works on is about to go. A later step is captured anew."""
+        self._graph = self._captured = self._last = None
+
     def _call_kernels(self, call: Call) -> None:
         call(None)
         self._calls += 1

@@ -243,6 +243,8 @@ class ShardedOptimizer:
 
     def offload_state(self) -> None:
         """Move all records to the host; those on disk stay there."""
+        if self.captured is not None:
+            self.captured.drop()
         for stepped in self.subs:
             self.move(stepped, self._stores.host)
 
