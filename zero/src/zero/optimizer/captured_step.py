@@ -65,7 +65,8 @@ class CapturedStep:
 
     def drop(self) -> None:
         """Drop the graph, with its memory: what it works on is about to go. A later step is captured anew."""
-        self._graph = self._captured = self._last = None
+        self._graph = self._captured = self._last = self._rates = None
+        self._written = []
 
     def _call_kernels(self, call: Call) -> None:
         call(None)
