@@ -152,6 +152,27 @@ def test_the_time_of_each_part() -> None:
     assert plan.time.balanced_batch == plan.time.link / plan.time.compute
 
 
+@pytest.mark.parametrize(
+    ("settings", "times"),
+    [
+        pytest.param({"stage": 0}, 2 * 3 / 4, id="an all-reduce"),
+        pytest.param({"stage": 2}, (1 + 1) * 3 / 4, id="reduced, then gathered"),
+        pytest.param({"stage": 3, "gradient_accumulation_steps": 4}, (4 + 4) * 3 / 4, id="micro-batches"),
+        pytest.param(
+            {"stage": 3, "gradient_accumulation_steps": 4, "accumulate": "local"},
+            (1 + 4) * 3 / 4,
+            id="reduced once",
+        ),
+        pytest.param({"stage": 3, "shard_ranks": 2}, (1 + 1) / 2 + 2 / 2 / 2, id="two copies"),
+    ],
+)
+def test_what_four_ranks_send(settings: dict[str, Any], times: float) -> None:
+    """Of rings: all but its own part of a buffer, in an all-reduce twice; copies add up a half of one."""
+    sent = planned(mlp(), ranks=4, link_bandwidth=1e6, **settings).time
+    assert sent is not None
+    assert sent.link == pytest.approx(times * 4 * 4 * WIDTH * WIDTH / 1e6)
+
+
 def test_a_batch_so_many_times_as_large_is_balanced() -> None:
     rates = {"peak_flops": 1e9, "link_bandwidth": 1e6}
     first = planned(mlp(), torch.empty(TOKENS, WIDTH, device="meta"), **rates).time

@@ -104,8 +104,9 @@ def plan(
     compute. link_bandwidth: bytes that a rank sends to the others in a second: the bus bandwidth of
     collectives, which between nodes is that of a node's network. host_bandwidth: bytes in a second between
     device and host, each way, as `accelz bench` measures it. In place of None is what the accelerator
-    declares that this process has chosen, if it has chosen one. No step is faster than `time.overlapped`
-    (a roofline: Williams et al., 2009), unless the network itself makes reductions.
+    declares that this process has chosen, if it has chosen one. No eager step is faster than
+    `time.overlapped` (a roofline: Williams et al., 2009), unless the network itself makes reductions; graphs
+    that keep units gathered (`Compile(persist_budget=...)`) send less.
 
     Raises what `initialize` raises for settings, models and optimizers that do not fit; UsageError for fewer
     than one rank, for ranks beside a mesh, for a dtype that `torch.autocast` does not cast to, for a
