@@ -32,6 +32,14 @@ class Float8Layer(nn.Linear):
         self.config = SimpleNamespace(emulate=emulate, **named)
 
 
+class OtherConfig(nn.Linear):
+    """A layer of somebody else's, whose `config` is nothing to look at."""
+
+    @property
+    def config(self) -> Any:
+        raise RuntimeError("not set up yet")
+
+
 TENSORWISE, ROWWISE = cast("tensorwise"), cast("axiswise")
 DEVICES = ("none", "tensorwise", "rowwise")
 
@@ -40,13 +48,14 @@ DEVICES = ("none", "tensorwise", "rowwise")
     ("layer", "taken"),
     [
         (nn.Linear(16, 16), DEVICES),
+        (OtherConfig(16, 16), DEVICES),
         (Float8Layer(ROWWISE, emulate=True), DEVICES),
         (Float8Layer(cast("axiswise", "disabled")), DEVICES),
         (Float8Layer(TENSORWISE, cast("axiswise", "disabled")), DEVICES[1:]),
         (Float8Layer(TENSORWISE, TENSORWISE), DEVICES[1:]),
         (Float8Layer(TENSORWISE, ROWWISE), DEVICES[2:]),
     ],
-    ids=["plain", "emulated", "disabled", "one disabled", "tensorwise", "rowwise"],
+    ids=["plain", "other", "emulated", "disabled", "one disabled", "tensorwise", "rowwise"],
 )
 def test_a_device_is_asked_for_the_scales_of_a_layer(layer: nn.Module, taken: tuple[str, ...]) -> None:
     model = nn.Sequential(nn.Linear(16, 16), layer)

@@ -36,8 +36,8 @@ def check_float8_layers(model: nn.Module, accelerator: Accelerator) -> None:
 
 def scaling_of(module: nn.Module) -> Scaling:
     """The scales with which a layer multiplies in 8 bits; "none" for one that does not, or emulates it."""
-    config: Any = getattr(module, "config", None)
-    if not hasattr(module, "linear_mm_config") or getattr(config, "emulate", True):
+    config: Any = getattr(module, "config", None) if hasattr(module, "linear_mm_config") else None
+    if getattr(config, "emulate", True):
         return "none"
     casts = [cast for name, cast in vars(config).items() if name.startswith("cast_config_")]
     granularities = {
