@@ -192,6 +192,9 @@ def test_a_setting_that_changes_nothing_is_told(sim: Clusters) -> None:
     sim(1).run(never_body)
 
 
-def test_offloaded_state_is_refused() -> None:
+@pytest.mark.parametrize(
+    "offload", [{"optimizer": "host"}, {"gradients": "host"}, {"params": "host"}, "auto"]
+)
+def test_offloaded_state_is_refused(offload: Any) -> None:
     with pytest.raises(zero.ConfigError, match="capture_step: steps are captured only where"):
-        zero.Config(capture_step=True, offload=zero.Offload(optimizer="host"))
+        zero.Config(capture_step=True, offload=offload)

@@ -368,7 +368,6 @@ def test_peaks_and_traffic_are_those_planned(sim: Clusters, size: int, case: str
             scaled = [group.whole.numel for unit in plan.units for group in unit.groups if group.whole]
             kernels = found["scratch"] if optimizer is beside_a_kernel else 0
             scratch["step"] = max(2 * 4 * max(scaled, default=0), kernels)
-        print(case, size, extra, found["scratch"])
         assert all(-SCALARS - spare <= nbytes <= scratch[name] + SCALARS for name, nbytes in extra.items()), (
             extra
         )

@@ -183,10 +183,11 @@ class Config(Validated):
             raise ValueError("cast_buffers: precision='model' leaves every dtype as it is; set a precision")
         if self.offload.params != "device" and self.stage < 3:
             raise ValueError("offload: below stage 3 the parameters stay whole on the device; set stage=3")
-        if self.capture_step and self.offload.optimizer != "device":
+        placed = (self.offload.optimizer, self.offload.params, self.offload.gradients or "device")
+        if self.capture_step and set(placed) != {"device"}:
             raise ValueError(
-                "capture_step: steps are captured only where the optimizer's state stays on the device; "
-                "leave out capture_step or the offload of the optimizer"
+                "capture_step: steps are captured only where the optimizer's state, the parameters and their "
+                "gradients stay on the device; leave out capture_step or their offload"
             )
         if self.offload.activations != "device" and self.compile is None:
             raise ValueError("offload: activations are offloaded only in compiled graphs; set compile=True")
