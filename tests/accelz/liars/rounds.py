@@ -160,6 +160,9 @@ ROUNDS: dict[str, dict[str, Lie]] = {
         "ranges are declared": Lie(
             "Accelerator.profiler_range", "profiler_ranges", flags={"profiler_ranges": True}
         ),
+        "links go backwards": Lie(
+            "Accelerator.capabilities", "capabilities_are_declared", flags={"link_bandwidth": -1.0}
+        ),
         "skip is ignored": Lie("Kernels.step", "test_step[sgd", "kernels", SkipIgnored),
         "a tail is overrun": Lie("Kernels.accumulate", "test_accumulate", "kernels", TailOverrun),
         "nonfinite is missed": Lie(
@@ -409,6 +412,9 @@ SIM_ROUNDS: dict[str, dict[str, Lie]] = {
         ),
         "all memory is free": Lie("Memory.stats", "free_falls", "memory", FreeIsCapacity),
         "one device for all": Lie("Accelerator.bind", "bind_gives_a_usable", "", OneDeviceForAll),
+        "buffers are declared": Lie(
+            "Collectives.empty", "still_read_are_not_given_out", flags={"communication_buffers": True}
+        ),
     },
     "sim, one device": {
         "one device is declared": Lie(

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from accelz.accelerator import Accelerator
 from accelz.conformance.cluster import Cluster, Context, Outcome
-from accelz.conformance.contract import checked, expect, expect_close, expect_raises
+from accelz.conformance.contract import checked, expect, expect_close, expect_raises, unguarded
 from accelz.conformance.fixtures import require_devices, room_for_ranks
 from accelz.conformance.marks import FLOATS, about, declares, dtype_name, needs, over_dtypes, proves, thorough
 from accelz.conformance.work import long_work
@@ -181,7 +181,11 @@ class CollectivesContract:
     def test_communication_buffers_still_read_are_not_given_out(
         self, accelerator: Accelerator, cluster: Clustered, size: int
     ) -> None:
-        """A dropped buffer is not given out again before all ranks have read it, however late they are."""
+        """They are the backend's own. A dropped one is not given out again before all ranks have read it,
+        however late they are."""
+        own = type(unguarded(accelerator).collectives).empty is not Collectives.empty
+        expected = "must be the backend's own where communication_buffers is declared"
+        expect(own, "Collectives.empty", expected, "it is the base's, which gives ordinary memory")
         cluster(size).run(given_out_body)
 
     @about("Collectives.new_group", "Group")

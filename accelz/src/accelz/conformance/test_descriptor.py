@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 import threading
@@ -146,7 +147,7 @@ class DescriptorContract:
 
     @about("Accelerator.capabilities")
     def test_capabilities_are_declared(self, capabilities: Capabilities) -> None:
-        """Capabilities are accelz's dataclass; every flag is a bool, the dtypes are floating point."""
+        """Capabilities are accelz's dataclass; flags are bools, rates numbers, the dtypes floating point."""
         where = "Accelerator.capabilities"
         expect(isinstance(capabilities, Capabilities), where, "must be Capabilities", repr(capabilities))
         odd = {k: v for k, v in capabilities.flags().items() if not isinstance(v, bool)}
@@ -158,6 +159,9 @@ class DescriptorContract:
         expect(known, where, f"compile must be one of {COMPILATIONS}", repr(capabilities.compile))
         known = capabilities.scaled_mm in SCALINGS
         expect(known, where, f"scaled_mm must be one of {SCALINGS}", repr(capabilities.scaled_mm))
+        rates = {name: getattr(capabilities, name) for name in ("peak_flops", "link_bandwidth")}
+        odd = {name: rate for name, rate in rates.items() if not _is_rate(rate)}
+        expect(not odd, where, "what is done in a second must be a finite number, 0 if not known", str(odd))
         dtypes: object = capabilities.dtypes
         expect(isinstance(dtypes, frozenset), where, "dtypes must be a frozenset", type(dtypes).__name__)
         assert isinstance(dtypes, frozenset)
@@ -277,6 +281,10 @@ class TestDescriptor(DescriptorContract):
 def _expect_own_ranges(accelerator: Accelerator) -> None:
     own = type(unguarded(accelerator)).profiler_range is not Accelerator.profiler_range
     expect(own, RANGE, "must be the backend's own where profiler_ranges is declared", "it is the base's")
+
+
+def _is_rate(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf
 
 
 def _local_ranks(accelerator: Accelerator) -> list[int]:
