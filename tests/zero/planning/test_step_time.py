@@ -209,6 +209,12 @@ def test_rates_that_are_declared_take_the_place_of_those_left_out(monkeypatch: p
     assert faster.link == told.link / 2 if told.link else None
 
 
+def test_one_rank_is_not_bound_by_what_ranks_send_each_other() -> None:
+    plan = planned(mlp(), ranks=1, link_bandwidth=1e9)
+    assert plan.time is None
+    assert "bound by" not in str(plan)
+
+
 @pytest.mark.parametrize("rate", [0, -1.0, math.nan, math.inf, True, "450GB"])
 def test_what_is_no_rate_is_refused(rate: Any) -> None:
     batch = torch.empty(TOKENS, WIDTH, device="meta")

@@ -40,7 +40,7 @@ class Plan:
     """What one rank takes, in bytes, operations and seconds; `str()` of it is for people.
 
     ranks: those with different data. parameters, trainable: elements of the whole model. flops: None without
-    a batch. time: None where nothing is known of what is done in a second.
+    a batch. time: None where nothing is known of what is done in a second, or nothing of it is to be done.
     """
 
     config: Config
@@ -104,9 +104,10 @@ def plan(
     compute. link_bandwidth: bytes that a rank sends to the others in a second: the bus bandwidth of
     collectives, which between nodes is that of a node's network. host_bandwidth: bytes in a second between
     device and host, each way, as `accelz bench` measures it. In place of None is what the accelerator
-    declares that this process has chosen, if it has chosen one. No eager step is faster than
-    `time.overlapped` (a roofline: Williams et al., 2009), unless the network itself makes reductions; graphs
-    that keep units gathered (`Compile(persist_budget=...)`) send less.
+    declares that this process has chosen, if it has chosen one. No step is faster than `time.overlapped`
+    (a roofline: Williams et al., 2009), unless the network itself makes reductions, graphs keep units
+    gathered (`Compile(persist_budget=...)`), or products are in 8 bits and `peak_flops`, as where it is
+    declared, is of those in 16.
 
     Raises what `initialize` raises for settings, models and optimizers that do not fit; UsageError for fewer
     than one rank, for ranks beside a mesh, for a dtype that `torch.autocast` does not cast to, for a

@@ -82,14 +82,14 @@ class TimePlan:
 
 
 def plan_time(flops: Flops | None, traffic: TrafficPlan, rates: Rates) -> TimePlan | None:
-    """Plan the time of a step; None if nothing is known of it."""
+    """Plan the time of a step; None if nothing is known of it, or what is known takes none."""
     host = max(traffic.to_host, traffic.to_device)
     made = TimePlan(
         compute=None if flops is None else _seconds(flops.all, rates.peak_flops),
         link=_seconds(traffic.link, rates.link_bandwidth),
         host=_seconds(host, rates.host_bandwidth),
     )
-    return made if made.parts else None
+    return made if any(made.parts.values()) else None
 
 
 def _seconds(amount: int, rate: float) -> float | None:
