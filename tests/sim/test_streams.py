@@ -234,3 +234,36 @@ def test_operations_that_resize_their_result_run_late(accelerator: Accelerator) 
     accelerator.streams.current().wait(done)
     assert [tuple(each.shape) for each in (*late, out)] == [(5, 3), (3, 5), (5,), (5, 3)]
     assert all(bool((each == 2).all()) for each in (*late, out))
+
+
+@on_sim
+def test_a_graph_has_memory_of_its_own_device_alone(accelerator: Accelerator) -> None:
+    values = torch.ones(100, device="sim:0")
+    places = []
+
+    def run() -> None:
+        places.append(torch.empty(100, device="sim:1").data_ptr())
+        doubled = values * 2
+        places.append(doubled.data_ptr())
+        values.copy_(doubled)
+
+    graph = accelerator.streams.capture(run)
+    assert places[0] != places[1]
+    graph.replay()
+    assert torch.equal(values.cpu(), torch.full((100,), 2.0))
+
+
+@on_sim
+def test_a_backward_is_not_captured(accelerator: Accelerator) -> None:
+    """Its work is queued by another thread, and no replay would do it."""
+    weight = torch.ones(100, device="sim", requires_grad=True)
+
+    def run() -> None:
+        (weight * 3).sum().backward()
+
+    run()
+    with pytest.raises(RuntimeError, match=r"another thread captures .*call no backward"):
+        accelerator.streams.capture(run)
+    run()
+    assert weight.grad is not None
+    assert torch.equal(weight.grad.cpu(), torch.full((100,), 6.0))

@@ -127,7 +127,7 @@ bool free_in_pool(void* pointer) {
   }
   const auto pool = block.pool.lock();
   if (!pool) return false;
-  if (pool == capturing_pool()) submit_behind(block.stream, poisoning(pointer, block));
+  if (pool == capturing_pool(block.device)) submit_behind(block.stream, poisoning(pointer, block));
   const std::lock_guard lock(pool->mutex);
   pool->idle.emplace(block.nbytes, pointer);
   return true;
@@ -160,7 +160,7 @@ c10::CachingDeviceAllocator::DeviceStats stats_of(const Counters& now) {
 struct DeviceAllocator final : c10::DeviceAllocator {
   c10::DataPtr allocate(size_t nbytes) override {
     const auto device = current_device();
-    const auto pool = capturing_pool();
+    const auto pool = capturing_pool(device);
     void* pointer = pool ? take_from(*pool, nbytes) : nullptr;
     if (pointer == nullptr && nbytes > 0) {
       pointer = host_alloc(nbytes);

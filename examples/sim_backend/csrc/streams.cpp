@@ -8,6 +8,7 @@
 #include <exception>
 #include <map>
 #include <mutex>
+#include <set>
 #include <utility>
 #include <vector>
 
@@ -22,6 +23,7 @@ namespace {
 struct State {
   std::mutex queues;
   std::map<c10::StreamId, std::deque<Work>> waiting;
+  std::set<c10::StreamId> recorded;  // by some thread now
   std::recursive_mutex running;
   std::atomic<int64_t> unfinished{0};
   std::atomic<c10::StreamId> last_stream{0};
@@ -49,6 +51,8 @@ void check_not_recording(const char* what) {
 
 void push(c10::StreamId stream, Work work) {
   const std::lock_guard lock(state().queues);
+  TORCH_CHECK(state().recorded.count(stream) == 0, "another thread captures this stream's work, and this one's "
+              "cannot be captured: call no backward inside a capture");
   state().waiting[stream].push_back(std::move(work));
   ++state().unfinished;
 }
@@ -119,14 +123,20 @@ void begin_capture(c10::DeviceIndex device) {
   recording->device = device;
   recording->stream = current_stream(device);
   recording->pool = std::make_shared<Pool>();
+  const std::lock_guard lock(state().queues);
+  state().recorded.insert(recording->stream);
 }
 
 GraphPtr end_capture() {
   TORCH_CHECK(recording, "no work is being captured");
+  const std::lock_guard lock(state().queues);
+  state().recorded.erase(recording->stream);
   return std::exchange(recording, nullptr);
 }
 
-std::shared_ptr<Pool> capturing_pool() { return recording ? recording->pool : nullptr; }
+std::shared_ptr<Pool> capturing_pool(c10::DeviceIndex device) {
+  return recording && recording->device == device ? recording->pool : nullptr;
+}
 
 void replay(const GraphPtr& graph) {
   check_not_recording("a replay");

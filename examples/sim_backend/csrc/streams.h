@@ -41,11 +41,11 @@ c10::StreamId exchange_stream(c10::DeviceIndex device, c10::StreamId stream);
 c10::StreamId new_stream();
 
 // Record what this thread submits to the device's current stream from now on. Meanwhile it may use no other
-// stream of the device, and nothing that waits or records events.
+// stream of the device, and nothing that waits or records events; and no other thread may use this stream.
 void begin_capture(c10::DeviceIndex device);
 GraphPtr end_capture();
-// The memory that this thread's allocations are from: that of the graph being recorded, or null.
-std::shared_ptr<Pool> capturing_pool();
+// The memory that this thread's allocations on the device are from: that of the graph being recorded, or null.
+std::shared_ptr<Pool> capturing_pool(c10::DeviceIndex device);
 // Queue the recorded work on the device's current stream.
 void replay(const GraphPtr& graph);
 

@@ -83,8 +83,8 @@ class Streams(ABC):
         tensors must live as long as the graph is replayed. Numbers of the host, also those copied to the
         device, keep the value that they had. What `run` allocates is the graph's memory while it lives, and
         is written by each replay. `run` must not wait for the device, read values from it, draw random
-        numbers, use other streams or capture; and it must have run once before, so that all that is prepared
-        at a first use is there.
+        numbers, use other streams or threads (as a backward does) or capture; and it must have run once
+        before, so that all that is prepared at a first use is there.
 
         Raises BackendError where `graph_capture` is not declared, and inside a capture; and what `run`
         raises, after which nothing is recorded any more.
