@@ -168,11 +168,19 @@ def test_a_reference_with_rates_has_the_bits_of_one_with_numbers(kernel: str, nu
         assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def test_rates_are_two_numbers_in_fp32() -> None:
-    case = StepCase("sgd", 3)
-    update = case.update(*case.inputs().values(), weights=None)
-    for rates in (torch.zeros(3), torch.zeros(2, dtype=torch.float64)):
-        with pytest.raises(ValueError, match=r"expected rates of shape \(2,\) in torch.float32"):
+def test_rates_are_two_numbers_in_fp32_as_the_master_is() -> None:
+    """Kernels read two floats from an address, and rates in fp32 are not an fp64 master's numbers."""
+    inputs = StepCase("sgd", 3).inputs().values()
+    narrow = StepCase("sgd", 3).update(*inputs, weights=None)
+    wide = StepCase("sgd", 3).update(*(value.double() for value in inputs), weights=None)
+    strided, right = torch.zeros(4)[::2], torch.zeros(2)
+    for update, rates in (
+        (narrow, torch.zeros(3)),
+        (narrow, right.double()),
+        (narrow, strided),
+        (wide, right),
+    ):
+        with pytest.raises(ValueError, match=r"expected contiguous rates of shape \(2,\) in torch.float32"):
             replace(update, rates=rates)
 
 

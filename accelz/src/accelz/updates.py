@@ -33,8 +33,8 @@ class Update(ABC):
     stochastic: round moments in bf16 up or down at random, each with the probability that keeps the mean
     (Gupta et al., 2015, arXiv:1502.02551), by `noise_of`; else to the nearest, ties to even.
     scales: for moments in 8 bits one tensor each, (ceil(n / 256),) fp32, updated with their codes.
-    rates: (2,) fp32; `lr` and `decay` as a captured step (`Streams.capture`) finds them at each replay, in
-    place of these two numbers. The results have the same bits. Only with an fp32 master.
+    rates: (2,) fp32, contiguous; `lr` and `decay` as a captured step (`Streams.capture`) finds them at each
+    replay, in place of these two numbers. The results have the same bits. Only with an fp32 master.
     Raises ValueError for codes without scales that fit them, for scales without codes, and for other rates.
     """
 
@@ -62,11 +62,8 @@ class Update(ABC):
     rates: Tensor | None = None
 
     def __post_init__(self) -> None:
-        if self.rates is not None and (self.rates.shape, self.rates.dtype) != ((2,), torch.float32):
-            raise ValueError(
-                f"expected rates of shape (2,) in torch.float32, for lr and decay; got {self.rates.dtype} of "
-                f"shape {tuple(self.rates.shape)}"
-            )
+        if self.rates is not None:
+            _check_rates(self.rates, self.master)
         if not self.scales and all(moment.dtype is not torch.uint8 for moment in self.moments):
             return
         blocks = -(-self.master.numel() // BLOCK)
@@ -324,6 +321,16 @@ def noise_of(moment: Tensor, master: Tensor, step: Tensor | None) -> Tensor:
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         h = h.bitwise_xor_((h >> shift).bitwise_and_((1 << (32 - shift)) - 1)).mul_(_signed(factor))
     return h.bitwise_right_shift_(16).bitwise_and_(_BELOW_BF16)
+
+
+def _check_rates(rates: Tensor, master: Tensor) -> None:
+    found = rates.shape, rates.dtype, rates.is_contiguous(), master.dtype
+    if found != ((2,), torch.float32, True, torch.float32):
+        raise ValueError(
+            "expected contiguous rates of shape (2,) in torch.float32, for lr and decay, and a master in "
+            f"torch.float32; got {rates.dtype} of shape {tuple(rates.shape)} and strides {rates.stride()}, "
+            f"and {master.dtype}"
+        )
 
 
 def _minus(values: Tensor, factor: float | Tensor, others: Tensor) -> Tensor:
