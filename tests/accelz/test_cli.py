@@ -222,6 +222,8 @@ def test_a_report_is_written_beside_what_people_read(tmp_path: Path, monkeypatch
     nowhere = tmp_path / "nowhere" / "report.json"
     done = _run("check", "foo", "--report", nowhere)
     assert (done.exit_code, f"there is no folder {nowhere.parent}" in done.stderr) == (2, True)
+    done = _run("check", "foo", "--report", tmp_path)
+    assert (done.exit_code, "Invalid value for '--report'" in done.stderr) == (2, True)
 
 
 @pytest.mark.parametrize("seconds", ["inf", "nan", "1e300", "0.5"])

@@ -168,7 +168,10 @@ def check(
         Path | None, typer.Option(help="Compare with an earlier report, in this file.")
     ] = None,
     report: Annotated[
-        Path | None, typer.Option(help="Write the report, as --json prints it, to this file too.")
+        Path | None,
+        typer.Option(
+            help="Write the report, as --json prints it, to this file too.", dir_okay=False, writable=True
+        ),
     ] = None,
     allow_untested: Annotated[
         bool,
