@@ -7,6 +7,7 @@ import weakref
 from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -228,3 +229,13 @@ def test_free_memory_counts_what_the_allocator_keeps(module: Module) -> None:
     module.mem_get_info = lambda: (60, 100)
     stats = build().memory.stats()
     assert (stats.allocated, stats.peak, stats.capacity, stats.free) == (30, 50, 100, 70)
+
+
+def test_a_module_without_graphs_says_so(module: Module) -> None:
+    with pytest.raises(
+        BackendError, match=r"torch.mtia has no graphs \(.*Graph'\): declare graph_capture=Fal"
+    ):
+        TorchStreams(module)._new_graph()
+    module.Graph = Mock(side_effect=RuntimeError)
+    with pytest.raises(BackendError, match=r"torch.mtia has no graphs \(\)"):
+        TorchStreams(module)._new_graph()

@@ -321,7 +321,7 @@ class TorchStreams(Streams):
         try:
             return self._module.Graph()
         except (AttributeError, RuntimeError) as error:
-            reason = str(error).splitlines()[0]
+            reason = str(error).partition("\n")[0]
             raise BackendError(
                 f"{self._module.__name__} has no graphs ({reason}): declare graph_capture=False, give the "
                 "module a class `Graph`, or, from torch 2.13 on, implement at::GraphImplInterface"
