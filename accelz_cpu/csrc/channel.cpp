@@ -508,7 +508,7 @@ struct Lent {
     uint64_t offset = 0;
     void *context = nullptr;
     void (*deleter)(Lent *) = [](Lent *self) {
-        if (getpid() != self->process) return;  // a forked child has no part in it
+        if (getpid() != self->process) return;  // a forked child may have memory of its own at that address
         self->segment->lent.store(false, std::memory_order_release);
         delete self;
     };
