@@ -132,7 +132,7 @@ def _serves(update: Update, moments: Sequence[Tensor]) -> bool:
     """Whether the library takes the tensors of a step."""
     return (
         update.master.dtype is torch.float32
-        and update.rates is None  # which no replay changes on the host
+        and update.rates is None  # they are for graphs, and the host has none
         and {moment.dtype for moment in moments} in _MOMENTS
         and _flat(update.master, update.grad, update.weights, *update.scales)
         and all(map(_dense, moments))

@@ -512,10 +512,8 @@ def communication_body(context: Context, dtype: torch.dtype) -> None:
             found = buffer.shape, buffer.dtype, buffer.device.type, buffer.is_contiguous()
             want = (numel,), dtype, device.type, True
             expect(found == want, method, f"must give {want}: shape, dtype, device, contiguous", f"{found}")
-            rows, output = (
-                _rows(n * context.size, context.size, dtype),
-                torch.empty(n, dtype=dtype, device=device),
-            )
+            rows = _rows(n * context.size, context.size, dtype)
+            output = torch.empty(n, dtype=dtype, device=device)
             full = buffer[offset:]
             full.copy_(rows[context.rank])
             calls.reduce_scatter(output, full, group, op, async_op).wait()
