@@ -29,6 +29,7 @@ from accelz.torch_device import (
     TorchStream,
     TorchStreams,
     name_device,
+    scaling_of,
 )
 
 
@@ -239,3 +240,15 @@ def test_a_module_without_graphs_says_so(module: Module) -> None:
     module.Graph = Mock(side_effect=RuntimeError)
     with pytest.raises(BackendError, match=r"torch.mtia has no graphs \(\)"):
         TorchStreams(module)._new_graph()
+
+
+@pytest.mark.parametrize("most", ["rowwise", "tensorwise", "none"])
+def test_scales_are_those_that_torch_takes(most: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A double: torch 2.11 refuses scales of rows on CPUs by an internal assertion, a RuntimeError."""
+
+    def multiply(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, *_: Any, **__: Any) -> None:
+        if most == "none" or (most == "tensorwise" and scale_a.numel() > 1):
+            raise RuntimeError("INTERNAL ASSERT FAILED")
+
+    monkeypatch.setattr(torch, "_scaled_mm", multiply)
+    assert scaling_of("cpu") == most

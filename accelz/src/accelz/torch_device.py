@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from accelz.accelerator import Accelerator
-from accelz.capabilities import Capabilities
+from accelz.capabilities import Capabilities, Scaling
 from accelz.device_functions import DeviceFunctions, require
 from accelz.device_functions import name_device as name_device
 from accelz.errors import BackendError, BackendUnavailableError
@@ -139,6 +139,21 @@ class TorchAccelerator(Accelerator):
                 "or pass TorchAccelerator your own role; where only the capacity is unknown, capacity=<bytes>"
             )
         self._unproved = []
+
+
+def scaling_of(device: str) -> Scaling:
+    """The scales that `torch._scaled_mm` takes on a device, by trying them: for a backend's `scaled_mm`.
+
+    On CPUs those of rows are not in torch 2.11, by its sources, and not in every kernel of oneDNN.
+    """
+    codes = torch.ones(16, 16, device=device).to(torch.float8_e4m3fn)
+    tries: dict[Scaling, Tensor] = {"rowwise": torch.ones(16, 1), "tensorwise": torch.ones(())}
+    for scaling, scale in tries.items():
+        there = scale.to(device)
+        with suppress(RuntimeError):
+            torch._scaled_mm(codes, codes.t(), there, there.t(), out_dtype=torch.bfloat16)
+            return scaling
+    return "none"
 
 
 def _strategy(capabilities: Capabilities) -> type[FlatBufferStrategy]:

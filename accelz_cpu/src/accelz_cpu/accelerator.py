@@ -10,6 +10,7 @@ import torch
 
 from accelz import Accelerator, Capabilities, HostRng, NullStreams
 from accelz.gloo import GlooLanes
+from accelz.torch_device import scaling_of
 from accelz_cpu.common_memory import CommonMemory
 from accelz_cpu.kernels import CpuKernels
 from accelz_cpu.memory import ProcessMemory, keep_freed_memory
@@ -39,7 +40,7 @@ def build() -> Accelerator:
             shared_device=True,
             communication_buffers=native is not None,
             compile="inductor" if has_compiler() else "aot_eager",
-            scaled_mm="rowwise",
+            scaled_mm=scaling_of("cpu"),
             dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64}),
         ),
         memory=ProcessMemory(),

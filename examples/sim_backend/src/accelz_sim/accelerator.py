@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 
 from accelz import Accelerator, Kernels, host_collectives
-from accelz.torch_device import TORCH_DEVICE, TorchAccelerator
+from accelz.torch_device import TORCH_DEVICE, TorchAccelerator, scaling_of
 from accelz_sim import NAME, profiler, torch_device
 from accelz_sim.collectives import SimCollectives
 
@@ -25,7 +25,7 @@ CAPABILITIES = replace(
     graph_capture=True,
     shared_device=True,  # each process simulates its own memory: ranks share only the name
     compile="aot_eager",
-    scaled_mm="rowwise",  # on the host, as all products are
+    scaled_mm=scaling_of("cpu"),  # on the host, as all products are
     profiler_ranges=True,
     dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64}),
 )
