@@ -118,7 +118,6 @@ class GroupGradients:
         self._stores = stores
         self._accelerator = stores.accelerator
         self._policy = policy
-        self._stays = policy.stays and group.placement.gradients.near
         self._buffers: dict[torch.dtype, FlatBuffer] = {}  # released, kept for their views
         self._under_slice: FlatBuffer | None = None  # the whole buffer in which the slice lives
         self._room: Tensor | None = None  # of the slice, if it has room of its own, which stays
@@ -215,7 +214,7 @@ class GroupGradients:
             return kept
         room = self._new_slice(dtype)
         in_use = kept is not None and not self._room_is_free  # by the sum that this is added to
-        if self._stays and not in_use and self._policy.slice_dtype(self._gradient_dtype) is dtype:
+        if self._policy.stays and not in_use and self._policy.slice_dtype(self._gradient_dtype) is dtype:
             self._room, self._room_is_free = room, False
         return room
 
@@ -413,7 +412,7 @@ class GroupGradients:
 
     def _leave(self, whole: FlatBuffer) -> None:
         """Part with the buffer of a slice, for the next one."""
-        if self._stays and not self.is_kept(whole):
+        if self._policy.stays and not self.is_kept(whole):
             self._buffers.setdefault(whole.data.dtype, whole)
         else:
             self.release_whole(whole)
