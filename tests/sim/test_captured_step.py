@@ -175,6 +175,33 @@ def test_a_capture_that_fails_is_told_once(sim: Clusters) -> None:
     sim(1).run(refused_body)
 
 
+def no_room_body(context: Context, nth: int) -> None:
+    from accelz_sim import faults
+
+    plain, captured = _engine(False), _engine(True)
+    for step in range(FIRST + 2):
+        for engine in (plain, captured):
+            engine.backward(language_loss(engine.module, step, 0))
+        plain.step()
+        if step == FIRST - 1:
+            with (
+                faults.out_of_memory(nth),
+                pytest.warns(RuntimeWarning, match="could not be captured.*OutOfMemoryError"),
+            ):
+                captured.step()
+        else:
+            captured.step()
+    values = values_of(captured)
+    assert [name for name, value in values_of(plain).items() if not torch.equal(values[name], value)] == []
+    assert _captured(captured).replays == 0
+
+
+@pytest.mark.parametrize("nth", [1, 2, 9])
+def test_without_room_for_a_capture_kernels_are_called(sim: Clusters, nth: int) -> None:
+    """Allocations of a capture: of rates, of what kernels take."""
+    sim(1).run(no_room_body, nth=nth)
+
+
 def never_body(context: Context) -> None:
     engine = _engine(True, "sgd")
 

@@ -88,9 +88,9 @@ class CapturedStep:
         """Capture a step and make it; returns whether that was possible."""
         self._graph = self._captured = None  # its memory, before there is another's
         self._written = []  # with other settings, weights may decay otherwise at the same lr
-        self._write_rates()
-        rates = self._rates
         try:
+            self._write_rates()
+            rates = self._rates
             self._graph = self._accelerator.streams.capture(lambda: call(rates))
         except Exception as error:
             self._refused = True
