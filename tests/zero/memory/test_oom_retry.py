@@ -156,7 +156,8 @@ def again_body(context: Context) -> None:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(one_step(engine, 5))
-    assert losses[0] == losses[1]
+    # State that has left the device is stepped by the host's kernels, which may round otherwise.
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
 def tiers(engine: zero.Engine) -> set[str]:
