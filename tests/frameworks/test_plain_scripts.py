@@ -16,7 +16,7 @@ import zero
 from accelz.conformance.cluster import Clusters, Context
 
 WIDTH, WORDS, MICROS, STEPS = 32, 40, 2, 5
-CLOSE = 2e-5  # of losses near 4: Muon's iteration is in bf16, where a last bit of a gradient may count
+CLOSE = 1e-4  # of losses near 4: Muon iterates in bf16, where last bits count, and processors differ in them
 
 
 class Block(nn.Module):
