@@ -8,13 +8,17 @@ import resource
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from accelz import CollectiveError, Collectives, Group
 from accelz.conformance.cluster import Clusters, Context
-from accelz.gloo import GlooLanes
+from accelz.gloo import GlooLanes, lanes
 from accelz_cpu import native
 from accelz_cpu.common_memory import CommonMemory
 from accelz_cpu.shared_memory import SharedMemoryCollectives
@@ -164,3 +168,23 @@ def test_ranks_that_disagree_get_an_error(what: str) -> None:
                 assert f"rank 1 expects {expected} bytes from rank 0, which sends {sent}" in message
     finally:
         disposable.stop()
+
+
+def test_what_later_versions_of_torch_give_a_group_is_in_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch 2.14 does, by keyword and without options; groups share the transport all the same."""
+    given: list[Any] = []
+
+    class Later:
+        _Options = SimpleNamespace
+
+        def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
+            given.append(options)
+
+    monkeypatch.setattr(dist, "ProcessGroupGloo", Later)
+    monkeypatch.setattr(lanes, "_devices", lambda: ("the device",))
+    lanes.share_transport()
+    made: Any = Later
+    made("store", 0, 1, timeout=timedelta(seconds=3), enable_reconfigure=True)
+    (options,) = given
+    assert (options.enable_reconfigure, options._timeout) == (True, timedelta(seconds=3))
+    assert options._devices == ["the device"]

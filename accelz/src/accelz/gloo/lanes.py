@@ -187,9 +187,18 @@ def share_transport() -> None:
     plain: Any = dist.ProcessGroupGloo.__init__
 
     def shared(
-        self: Any, store: Any, rank: int, size: int, options: Any = None, timeout: timedelta = _TORCHS
+        self: Any,
+        store: Any,
+        rank: int,
+        size: int,
+        options: Any = None,
+        timeout: timedelta = _TORCHS,
+        **others: Any,  # torch 2.14: enable_reconfigure
     ) -> None:
-        plain(self, store, rank, size, _options(timeout) if options is None else options)
+        options = _options(timeout) if options is None else options
+        for name, value in others.items():
+            setattr(options, name, value)
+        plain(self, store, rank, size, options)
 
     dist.ProcessGroupGloo.__init__ = shared  # type: ignore[assignment, method-assign]
 
