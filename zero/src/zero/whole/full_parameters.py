@@ -127,7 +127,7 @@ class FullParameters(Uncopied):
         for unit in self.units:
             unit.begin_write()
         if self._common:
-            self.communicator.barrier("before a change of the weights")
+            self.communicator.barrier("change of the weights")
 
     def hold(self, names: Sequence[str]) -> None:
         """Keep the units of these parameters gathered until unhold()."""
