@@ -28,16 +28,9 @@ def built() -> None:
         pytest.skip("the native library was not built here")
 
 
-@pytest.fixture(scope="module")
-def clusters() -> Iterator[Clusters]:
-    made = Clusters("cpu", timeout=10.0)
-    yield made
-    made.stop()
-
-
 @pytest.fixture
-def disposable() -> Iterator[Clusters]:
-    """Ranks that are of no use to later tests."""
+def fresh() -> Iterator[Clusters]:
+    """Ranks that no other test uses, before or after."""
     made = Clusters("cpu", timeout=5.0)
     yield made
     made.stop()
@@ -79,8 +72,8 @@ def bits_body(context: Context) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_sums_have_the_same_bits(clusters: Clusters, size: int) -> None:
-    clusters(size).run(bits_body)
+def test_sums_have_the_same_bits(cluster: Clusters, size: int) -> None:
+    cluster(size).run(bits_body)
 
 
 def copies_body(context: Context) -> tuple[int, int]:
@@ -96,8 +89,8 @@ def copies_body(context: Context) -> tuple[int, int]:
     return found[0], found[1]
 
 
-def test_nothing_is_copied(disposable: Clusters) -> None:
-    assert disposable(2).run(copies_body) == [(0, 16 * MIB)] * 2
+def test_nothing_is_copied(fresh: Clusters) -> None:
+    assert fresh(2).run(copies_body) == [(0, 16 * MIB)] * 2
 
 
 def readers_body(context: Context) -> tuple[bool, bool]:
@@ -116,8 +109,8 @@ def readers_body(context: Context) -> tuple[bool, bool]:
     return second == first, first in [each.data_ptr() for each in third]
 
 
-def test_memory_is_given_out_again_when_it_has_been_read(clusters: Clusters) -> None:
-    (before, after), _ = clusters(2).run(readers_body)
+def test_memory_is_given_out_again_when_it_has_been_read(cluster: Clusters) -> None:
+    (before, after), _ = cluster(2).run(readers_body)
     assert (before, after) == (False, True)
 
 
@@ -140,9 +133,9 @@ def forked_body(context: Context) -> int:
     return status
 
 
-def test_a_forked_child_unmaps_nothing(disposable: Clusters) -> None:
+def test_a_forked_child_unmaps_nothing(fresh: Clusters) -> None:
     """It does not inherit the memory, so there may be its own where that was."""
-    assert disposable(2).run(forked_body) == [0, 0]
+    assert fresh(2).run(forked_body) == [0, 0]
 
 
 def outliving_body(context: Context) -> float:
@@ -152,8 +145,8 @@ def outliving_body(context: Context) -> float:
     return full.fill_(1).sum().item()
 
 
-def test_buffers_outlive_their_group(disposable: Clusters) -> None:
-    assert disposable(2).run(outliving_body) == [float(MIB)] * 2
+def test_buffers_outlive_their_group(fresh: Clusters) -> None:
+    assert fresh(2).run(outliving_body) == [float(MIB)] * 2
 
 
 def short_body(context: Context) -> float:
@@ -170,8 +163,8 @@ def short_body(context: Context) -> float:
     return output.mean().item()
 
 
-def test_without_shared_memory_they_are_ordinary(disposable: Clusters) -> None:
-    assert disposable(2).run(short_body) == [2.0, 2.0]
+def test_without_shared_memory_they_are_ordinary(fresh: Clusters) -> None:
+    assert fresh(2).run(short_body) == [2.0, 2.0]
 
 
 def strange_body(context: Context) -> float:
@@ -185,5 +178,5 @@ def strange_body(context: Context) -> float:
     return output.mean().item()
 
 
-def test_a_rank_may_ask_before_the_group_is_connected(clusters: Clusters) -> None:
-    assert clusters(2).run(strange_body) == [2.0, 2.0]
+def test_a_rank_may_ask_before_the_group_is_connected(cluster: Clusters) -> None:
+    assert cluster(2).run(strange_body) == [2.0, 2.0]

@@ -118,12 +118,12 @@ def plan(
     grid = _grid(config, ranks, mesh, data_dims, shard_dims)
     if autocast not in (None, *AUTOCAST):
         raise UsageError(f"autocast must be {', '.join(map(str, AUTOCAST))} or None, got {autocast!r}")
+    rates = Rates.given(peak_flops, link_bandwidth, host_bandwidth)
     if peak_flops is not None and batch is None:
         raise UsageError(
             f"peak_flops={peak_flops!r} is for the operations of a batch: give one too (on the command line, "
             "--batch and --sequence)"
         )
-    rates = Rates.given(peak_flops, link_bandwidth, host_bandwidth)
     check_model(model, META)
     _check_dtypes(model, config)
     prepared = prepare(model, optimizer, config, for_graphs=False, has_mesh=grid.told)
