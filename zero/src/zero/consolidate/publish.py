@@ -3,13 +3,10 @@
 The files are written to `.NAME.zero-weights` beside it. Its file `plan` identifies what the run was to write:
 a later run with the same plan keeps the files that are finished, any other starts over.
 
-Where directories cannot be renamed (see `files.in_place`), the files move one by one, those last by which
-weights are found. Meanwhile `.NAME.zero-weights` has a file `moving`, with which a later run of the same plan
-goes on.
-
 An output *among others* is written into a directory that may hold anything besides and stays the same one, as
-processes may stand or write in it. There, too, the files move one by one; what they replace waits in
-`.NAME.zero-replaced`, from where an error brings it back.
+processes may stand or write in it. There, and where directories cannot be renamed, the files move one by one,
+those last by which weights are found; what they replace waits in `.NAME.zero-replaced`, from where an error
+brings it back.
 """
 
 from __future__ import annotations
@@ -22,14 +19,13 @@ from pathlib import Path
 
 from zero.config.paths import as_path
 from zero.errors import CheckpointError, UsageError
-from zero.files import in_place
 from zero.files.manifest import LATEST, MANIFEST, hidden
+from zero.files.publication import CANNOT_RENAME
 from zero.files.storage import Lock, Storage, read_whole, write_whole
 from zero.sources.deepspeed_files import LATEST_UNIVERSAL
 
 _log = logging.getLogger("zero")
 PLAN = "plan"
-MOVING = "moving"
 _LARGEST_PLAN = 1 << 10  # bytes; it is a digest
 _MODEL = re.compile(
     r"model(-\d{5}-of-\d{5})?\.safetensors|pytorch_model(-\d{5}-of-\d{5})?\.bin"
@@ -56,8 +52,6 @@ class Staging:
         self.path = hidden(self.out, "weights")
         self._overwrite = overwrite
         self._among_others = among_others
-        self._plan = b""
-        self._moving = False
         self._lock: Lock | None = None
         self._made: list[Path] = []
         if not among_others and not storage.is_directory(self.out.parent):
@@ -67,15 +61,13 @@ class Staging:
         """Make the directory, or continue with that of a killed run that had the same plan."""
         storage = self._storage
         self._made = storage.make_directories(self.out.parent)
-        self._plan, self._moving = plan, self._noted(MOVING) == plan
         old = hidden(self.out, "replaced")
         if storage.exists(old) and not storage.exists(self.out):
             storage.rename(old, self.out)  # a run was killed between two renames
-        if not self._moving:
-            self._check_free()
+        self._check_free()
         if storage.exists(self.path):
             self._claim()
-            if self._moving or self._noted(PLAN) == plan:
+            if self._noted_plan() == plan:
                 return
             self.abandon()
         storage.make_directory(self.path)
@@ -90,17 +82,9 @@ class Staging:
         """Give the directory its name. Of one that it replaces, weights are removed and other files kept."""
         storage = self._storage
         storage.remove(hidden(self.out, "replaced"))
-        if not self._moving:
-            storage.remove(self.path / PLAN)
-            named = not self._stays() and self._take_name()
-            if not named and self._among_others:
-                self._exchange_files()
-            elif not named:
-                write_whole(storage, self.path / MOVING, self._plan)
-                storage.sync_directory(self.path)
-                self._moving = True
-        if self._moving:
-            self._move_in()
+        storage.remove(self.path / PLAN)
+        if self._stays() or not self._take_name():
+            self._exchange_files()
         storage.sync_directory(self.out.parent)
 
     def _stays(self) -> bool:
@@ -133,16 +117,16 @@ class Staging:
         storage, old = self._storage, hidden(self.out, "replaced")
         self._keep_others()
         if not storage.exists(self.out) or not storage.names(self.out):
-            return in_place.rename(storage, self.path, self.out)
+            return self._rename(self.path, self.out)
         if storage.exchange(self.path, self.out):
             storage.sync_directory(self.out.parent)
             self._discard(self.path)
             return True
-        if not in_place.rename(storage, self.out, old):
+        if not self._rename(self.out, old):
             return False
         renamed = False
         try:
-            renamed = in_place.rename(storage, self.path, self.out)
+            renamed = self._rename(self.path, self.out)
         finally:
             if not renamed:
                 storage.rename(old, self.out)
@@ -150,28 +134,15 @@ class Staging:
             self._discard(old)
         return renamed
 
-    def _move_in(self) -> None:
-        """Move everything into OUT, which has no weights meanwhile."""
-        storage, out = self._storage, self.out
+    def _rename(self, old: Path, new: Path) -> bool:
+        """Rename a directory. Returns False where the file system cannot."""
         try:
-            if not storage.exists(out):
-                storage.make_directory(out)
-            for name in sorted(storage.names(out), key=_is_entry, reverse=True):
-                if self._replaces(name, ()):
-                    storage.remove(out / name)
-            storage.sync_directory(out)
-            names = [name for name in storage.names(self.path) if name not in (PLAN, MOVING, _LOCK)]
-            for name in sorted(names, key=_is_entry):
-                if _is_entry(name):
-                    storage.sync_directory(out)
-                in_place.move(storage, self.path / name, out / name)
-            storage.sync_directory(out)
+            self._storage.rename(old, new)
         except OSError as error:
-            raise CheckpointError(
-                f"{out} is written in part: {error}. Its files are moved one by one, as this file system "
-                "cannot rename its directory; the same call goes on"
-            ) from error
-        self._discard(self.path)
+            if error.errno not in CANNOT_RENAME:
+                raise
+            return False
+        return True
 
     def _exchange_files(self) -> None:
         """Move everything into OUT, and what it replaces out of it, which comes back after an error."""
@@ -215,9 +186,8 @@ class Staging:
                     yield folder / name
 
     def abandon(self) -> None:
-        """Remove what was written, so that no later run can resume it; but not what OUT has lost already."""
-        if not self._moving:
-            self._storage.remove(self.path)
+        """Remove what was written, so that no later run can resume it."""
+        self._storage.remove(self.path)
         _unmake(self._storage, self._made)
         self.release()
 
@@ -241,10 +211,10 @@ class Staging:
                 f"another process is writing {self.out}; wait for it, or choose another name"
             )
 
-    def _noted(self, name: str) -> bytes:
-        """The plan of an earlier run, in a file of this name; nothing if there is none."""
+    def _noted_plan(self) -> bytes:
+        """The plan of an earlier run; nothing if there is none."""
         try:
-            return read_whole(self._storage, self.path / name, _LARGEST_PLAN)
+            return read_whole(self._storage, self.path / PLAN, _LARGEST_PLAN)
         except OSError:
             return b""
 

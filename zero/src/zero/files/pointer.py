@@ -1,9 +1,8 @@
 """`latest`, beside the checkpoints: which of them is the newest, and which were saved for rotation.
 
 Its next contents are on the disk, as `.latest.zero-new`, before the checkpoint that they name is published.
-If they cannot take their place after that, or a kill comes before it, the next save puts them there. If that
-fails, too, it puts them aside as `.latest.zero-old`, until its own contents, which list the same checkpoints,
-have taken their place. So no published checkpoint is left out of the rotation.
+If they cannot take their place after that, or a kill comes before it, the next save puts them there, or its
+own, which list the same checkpoints. So no published checkpoint is left out of the rotation.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from pathlib import Path
 from zlib import crc32
 
 from zero.errors import CheckpointError, CorruptCheckpointError
-from zero.files.in_place import is_half_removed
 from zero.files.manifest import (
     LARGEST_LATEST,
     LARGEST_MANIFEST,
@@ -36,7 +34,6 @@ class Pointer:
         self._parent = parent
         self._path = parent / LATEST
         self._next = hidden(self._path, "new")
-        self._earlier = hidden(self._path, "old")
         self._listed: tuple[str, ...] = ()
 
     def check(self) -> None:
@@ -50,13 +47,10 @@ class Pointer:
 
     def finish(self) -> None:
         """Let what an earlier save has prepared take its place, or drop it if nothing was published."""
-        prepared = self._prepared()
-        if prepared is None:
-            self.drop()
-            return
-        if prepared[0] == self._earlier:
-            self._storage.rename(self._earlier, self._next)
-        self.replace()
+        if self._prepared() is None:
+            self._storage.remove(self._next)
+        else:
+            self.replace()
 
     def rotate(self, name: str, keep_last: int | None) -> list[str]:
         """The names that rotate out when a checkpoint `name` is published, which prepare() is then to say.
@@ -64,12 +58,12 @@ class Pointer:
         keep_last: how many of those saved for rotation stay, this one included; None: it is saved apart from
         them, and all stay.
         """
-        listed = [n for n in self._rotation() if n != name]
-        gone = [n for n in listed if is_half_removed(self._storage, self._parent / n)]
-        there = [n for n in listed if self._storage.exists(self._parent / n / MANIFEST)]
+        there = [
+            n for n in self._rotation() if self._storage.exists(self._parent / n / MANIFEST) and n != name
+        ]
         there += [] if keep_last is None else [name]
-        self._listed = (*gone, *there)
-        return gone if keep_last is None else [*gone, *there[:-keep_last]]
+        self._listed = tuple(there)
+        return [] if keep_last is None else there[:-keep_last]
 
     def prepare(self, name: str, manifest: bytes) -> None:
         """Write the next contents. manifest: of the checkpoint that is about to be published.
@@ -82,32 +76,19 @@ class Pointer:
                 f"{self._path} would have {len(latest):,} bytes, and at most {LARGEST_LATEST:,} are read: it "
                 f"lists {len(self._listed)} checkpoints for rotation; lower keep_last, or save elsewhere"
             )
-        prepared = self._prepared()
-        if prepared is not None and prepared[0] == self._next:
-            self._storage.rename(self._next, self._earlier)
-            self._storage.sync_directory(self._parent)
-        else:
-            self._storage.remove(self._next)
+        self._storage.remove(self._next)
         write_whole(self._storage, self._next, latest)
 
     def replace(self) -> None:
-        """Let what was prepared take its place. What an earlier save has prepared is never newer."""
-        if self._storage.exists(self._earlier):
-            self._storage.remove(self._earlier)
-            self._storage.sync_directory(self._parent)
+        """Let what was prepared take its place."""
         self._storage.rename(self._next, self._path)
         self._storage.sync_directory(self._parent)
-
-    def drop(self) -> None:
-        """Remove what was prepared."""
-        self._storage.remove(self._next)
-        self._storage.remove(self._earlier)
 
     def _rotation(self) -> tuple[str, ...]:
         """The names listed for rotation. If `latest` is damaged they are lost, and never removed."""
         prepared = self._prepared()
         if prepared is not None:
-            return prepared[1].rotation
+            return prepared.rotation
         if not self._storage.exists(self._path):
             return ()
         try:
@@ -115,16 +96,12 @@ class Pointer:
         except CorruptCheckpointError:
             return ()
 
-    def _prepared(self) -> tuple[Path, Latest] | None:
-        """What earlier saves have prepared last, if it names a checkpoint that is there now."""
-        for path in (self._next, self._earlier):
-            if not self._storage.exists(path):
-                continue
-            with suppress(OSError, ValueError):
-                latest = Latest.model_validate_json(
-                    unseal("zero-latest", read_whole(self._storage, path, LARGEST_LATEST))
-                )
-                named = self._parent / latest.checkpoint / MANIFEST
-                if crc32(read_whole(self._storage, named, LARGEST_MANIFEST)) == latest.manifest:
-                    return path, latest
+    def _prepared(self) -> Latest | None:
+        """What an earlier save has prepared, if it names a checkpoint that is there now."""
+        with suppress(OSError, ValueError):
+            prepared = read_whole(self._storage, self._next, LARGEST_LATEST)
+            latest = Latest.model_validate_json(unseal("zero-latest", prepared))
+            named = self._parent / latest.checkpoint / MANIFEST
+            if crc32(read_whole(self._storage, named, LARGEST_MANIFEST)) == latest.manifest:
+                return latest
         return None
