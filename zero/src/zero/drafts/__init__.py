@@ -4,7 +4,6 @@ Modules, lowest first:
 
 spans                   what lies where in memory
 reached                 what a model reaches
-holders                 what else holds an object
 aliases                 what shares a parameter's memory, and would not be trained with it
 preparation             model, optimizer and settings examined together
 float8_layers           layers that multiply in 8 bits, on a device that may not

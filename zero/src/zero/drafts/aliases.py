@@ -2,13 +2,12 @@
 
 An engine gives parameters memory of their own, so a view that a module keeps of its weight would go on with
 the values of before. That there is such a tensor is told by the use count of the memory, which is exact, so
-that the usual model costs microseconds. Only then is it looked for: in all that the model reaches, and among
-all tensors of the process. What is not counted is an array that a parameter was made from, as that is what
-the memory belongs to; so memory that is not torch's own is always looked for in the model.
+that the usual model costs microseconds. Only then is it looked for, in all that the model reaches. What is
+not found there (a state dict, a variable) is warned of. What is not counted is an array that a parameter was
+made from, as that is what the memory belongs to; so memory that is not torch's own is always looked for.
 
 Left alone is what training does not make wrong: aliases of frozen parameters, graphs of earlier forwards,
-what a hook sets anew before each forward (`torch.nn.utils.spectral_norm`). State dicts, and variables that a
-program has left over, are warned of.
+what a hook sets anew before each forward (`torch.nn.utils.spectral_norm`).
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from torch import Tensor, nn
 
 from accelz import HOST
 from zero.deferred import deferred_init
-from zero.drafts.holders import Holders
 from zero.drafts.reached import reached
 from zero.drafts.spans import Spans, span_of
 from zero.errors import ModelError, some
@@ -50,18 +48,20 @@ class _Memory:
     def trained(self) -> bool:
         return any(p.requires_grad for p in self.parameters.values())
 
-    def users_without_name(self, tensors: Sequence[Tensor]) -> int:
-        """Return how many users are neither among these tensors nor views in autograd's graphs."""
-        parameters = self.parameters.values()
-        in_graphs = sum(p._use_count() - 1 for p in parameters)  # type: ignore[attr-defined]
-        in_graphs -= sum(any(t._base is p for p in parameters) for t in tensors)
+    def users_but(self, tensors: Sequence[Tensor], views: Sequence[Tensor]) -> int:
+        """Return how many users are neither among these tensors nor views that only autograd's graphs have.
+
+        views: those of parameters that the program has.
+        """
+        in_graphs = sum(p._use_count() - 1 for p in self.parameters.values())  # type: ignore[attr-defined]
+        in_graphs -= sum(any(t._base is p for p in self.parameters.values()) for t in views)
         return self.users - len(tensors) - max(in_graphs, 0)
 
 
 def check_aliases(model: nn.Module) -> None:
-    """Raise ModelError if anything but the model's parameters has the memory of one that is trained.
+    """Raise ModelError if the model reaches a tensor over the memory of a parameter that is trained.
 
-    Warns of state dicts and left-over variables. Changes nothing.
+    Warns of memory that something outside the model has, too. Changes nothing.
     """
     with torch._C.DisableTorchFunctionSubclass():
         if not _shared_memories(model):
@@ -70,12 +70,13 @@ def check_aliases(model: nn.Module) -> None:
         memories = _shared_memories(model)
         if not memories:
             return
-        search = _Search(model, memories)
-    if search.kept:
-        shown = some([f"{where} (of {name!r})" for name, where in search.kept.items()])
+        kept, tensors = _kept(model, memories)
+        outside = _used_outside(memories, tensors)
+    if kept:
+        shown = some([f"{where} (of {name!r})" for name, where in kept.items()])
         raise ModelError(f"there are tensors over the memory of parameters: {shown}. {_STALE}")
-    if search.left:
-        warn(f"{_LEFT} {some(search.left)}")
+    if outside:
+        warn(_OUTSIDE.format(some(outside)))
 
 
 def _shared_memories(model: nn.Module) -> dict[int, _Memory]:
@@ -105,84 +106,36 @@ def _uses_of_one() -> int:
         return _uses(torch.empty(1, device=HOST))
 
 
-class _Search:
-    """For what uses these memories, in a model and outside it.
-
-    kept: parameters of which there is an alias, and where it is kept. left: those of which only state dicts
-    and left-over variables hold one.
-    """
-
-    def __init__(self, model: nn.Module, memories: Mapping[int, _Memory]) -> None:
-        self.kept: dict[str, str] = {}
-        self.left: list[str] = []
-        self._memories = memories
-        self._ids = {id(parameter) for parameter in model.parameters()}
-        named = [item for memory in memories.values() for item in memory.parameters.items()]
-        self._parameters = dict(named)
-        trained = ((span_of(p), name) for name, p in named if p.requires_grad)
-        self._spans = Spans((span, name) for span, name in trained if span is not None)
-        self._reached: dict[int, Tensor] = {}
-        self._look_in(model)
-        tensors = self._tensors()
-        self._look_outside(tensors)
-        self._look_for_the_rest(tensors)
-
-    def _parameter_under(self, item: object) -> str | None:
-        """Return the name of a trained parameter whose memory the object has."""
-        return None if id(item) in self._ids else self._spans.over(span_of(item))
-
-    def _look_in(self, model: nn.Module) -> None:
-        anew = {id(tensor) for tensor in _set_anew(model)}
-        for path, item in reached(model):
-            if issubclass(type(item), Tensor) and id(item) not in self._ids:
-                self._reached[id(item)] = item
-            name = self._parameter_under(item)
-            if name is not None and id(item) not in anew:
-                self.kept.setdefault(name, path)
-
-    def _tensors(self) -> list[Tensor]:
-        """Return the tensors of the process over the memories, other than the model's parameters."""
-        tensors = [item for item in gc.get_objects() if issubclass(type(item), Tensor)]
-        every, own = (*tensors, *self._reached.values()), self._memories
-        tensors = [t for t in every if _storage_of(t) in own or self._parameter_under(t) is not None]
-        bases = [base for tensor in tensors if (base := tensor._base) is not None]
-        found = {id(tensor): tensor for tensor in (*tensors, *bases) if id(tensor) not in self._ids}
-        return [*found.values()]
-
-    def _look_outside(self, tensors: list[Tensor]) -> None:
-        """Look at tensors that the model does not reach, over parameters of which it reaches no alias."""
-        strays = [t for t in tensors if id(t) not in self._reached and self._parameter_under(t)]
-        strays = [t for t in strays if self._parameter_under(t) not in self.kept]
-        if not strays:
-            return
-        holders = Holders(strays, but=tensors)
-        bases = {id(tensor._base) for tensor in tensors}
-        for tensor in strays:
-            name = self._parameter_under(tensor)
-            assert name is not None
-            if holders.of(tensor) or tensor._use_count() == 1:  # type: ignore[attr-defined]
-                plain = id(tensor._base) not in self._ids and _is_whole(tensor, self._parameters[name])
-                if plain and holders.only_by_name(tensor):
-                    self.left.append(name)
-                else:
-                    self.kept.setdefault(name, holders.described(tensor))
-            elif id(tensor._base) not in self._ids and id(tensor) not in bases:
-                self.kept.setdefault(name, _NOT_PYTHONS)
-
-    def _look_for_the_rest(self, tensors: Sequence[Tensor]) -> None:
-        """Find memories whose use count tells of more users than there are tensors."""
-        over: dict[int, list[Tensor]] = {key: [] for key in self._memories}
-        for tensor in tensors:
-            over.get(_storage_of(tensor), []).append(tensor)
-        for key, memory in self._memories.items():
-            if memory.users_without_name(over[key]) > 0 and not self.kept.keys() & memory.parameters.keys():
-                name = next(name for name, p in memory.parameters.items() if p.requires_grad)
-                self.kept[name] = _NOT_PYTHONS
+def _kept(model: nn.Module, memories: Mapping[int, _Memory]) -> tuple[dict[str, str], list[Tensor]]:
+    """Look in the model. Returns where it keeps what has the memory of a trained parameter, by the name of
+    that, and the tensors that it keeps in these memories."""
+    ids, anew = {id(p) for p in model.parameters()}, {id(tensor) for tensor in _set_anew(model)}
+    named = ((name, p) for memory in memories.values() for name, p in memory.parameters.items())
+    trained = ((span_of(p), name) for name, p in named if p.requires_grad)
+    spans = Spans((span, name) for span, name in trained if span is not None)
+    kept: dict[str, str] = {}
+    tensors: dict[int, Tensor] = {}
+    for path, item in reached(model):
+        if id(item) in ids:
+            continue
+        if issubclass(type(item), Tensor) and _storage_of(item) in memories:
+            bases = [] if item._base is None or id(item._base) in ids else [item._base]
+            tensors |= {id(tensor): tensor for tensor in (item, *bases)}
+        name = spans.over(span_of(item))
+        if name is not None and id(item) not in anew:
+            kept.setdefault(name, path)
+    return kept, [*tensors.values()]
 
 
-def _is_whole(tensor: Tensor, parameter: nn.Parameter) -> bool:
-    ours, theirs = ((t.data_ptr(), t.shape, t.stride(), t.dtype) for t in (tensor, parameter))
-    return ours == theirs
+def _used_outside(memories: Mapping[int, _Memory], kept: Sequence[Tensor]) -> list[str]:
+    """Return the name of one parameter of each memory that has users besides these tensors."""
+    views = [t for t in gc.get_objects() if issubclass(type(t), Tensor) and t._base is not None]
+    views = [t for t in views if t._use_count() == 1 or any(t is other for other in kept)]
+    over: dict[int, list[Tensor]] = {key: [] for key in memories}
+    for tensor in kept:
+        over[_storage_of(tensor)].append(tensor)
+    used = [memory for key, memory in memories.items() if memory.users_but(over[key], views) > 0]
+    return [next(name for name, p in memory.parameters.items() if p.requires_grad) for memory in used]
 
 
 def _set_anew(model: nn.Module) -> Iterator[Tensor]:
@@ -203,16 +156,14 @@ def _storage_of(tensor: Tensor) -> int:
         return 0
 
 
-_NOT_PYTHONS = (
-    "something that is not Python's own, such as a DLPack capsule or an old graph of weight.detach()"
-)
 _STALE = (
     "Training would leave them behind with the values of now, because zero gives parameters memory of their "
     "own. Take the view in forward, from the parameter; register one Parameter in every module that uses it; "
     "or keep values that are to stay as they are with .clone()"
 )
-_LEFT = (
-    "state dicts or variables of before zero.initialize share the memory of parameters. They keep the values "
-    "of now, where plain training would change them, and the memory: del what is not needed, and call "
-    "engine.state_dict() for the values of later. They hold"
+_OUTSIDE = (
+    "something outside the model shares the memory of {}, such as a state dict or a variable of before "
+    "zero.initialize. It keeps the values of now, where plain training would change them, and the memory: "
+    "del what is not needed, take views in forward, from the parameter, and call engine.state_dict() for the "
+    "values of later"
 )
