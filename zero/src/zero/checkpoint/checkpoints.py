@@ -156,8 +156,8 @@ class Checkpoints:
                 "state": user_state.encode(_plain(state), "state", job.mine.parts, "state"),
             }
         if copy:
-            packed = pack(self._engine.accelerator, job.mine.parts, self._arena)
-            job.mine.parts, job.packed, self._arena = packed
+            job.mine.parts, self._arena = pack(self._engine.accelerator, job.mine.parts, self._arena)
+            job.threads = False
 
 
 def _tell(observation: Observation, kind: str, path: Path, seconds: dict[str, float], nbytes: int) -> None:

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,12 +19,11 @@ from accelz import HOST, Accelerator
 from zero.files.dtypes import name_of
 from zero.files.manifest import CHECKSUM_BLOCK
 from zero.files.rank_layout import RankLayout, Stretch, block_sums
-from zero.files.storage import PAGE, Storage
-from zero.files.stream import CHUNK, AppendedFile, empty_aligned
+from zero.files.storage import Storage
+from zero.files.stream import CHUNK, AppendedFile
 from zero.tiers.values import Stored, Values, bytes_of
 
 _CACHED = 4 * CHECKSUM_BLOCK  # bytes read for checksums, then copied while still in the processor's cache
-_PACKED = 2 * CHUNK  # bytes of packed parts per write; larger than CHUNK, as only one write is under way
 
 
 @dataclass(frozen=True)
@@ -53,25 +51,26 @@ Segment = tuple[Part, int, int]  # a part, and the range of its bytes: begin, en
 
 
 def write_rank_file(
-    storage: Storage,
-    accelerator: Accelerator,
-    path: Path,
-    parts: Sequence[Part],
-    packed: Tensor | None = None,
+    storage: Storage, accelerator: Accelerator, path: Path, parts: Sequence[Part], threads: bool = True
 ) -> dict[str, Any]:
     """Write and sync a rank's file; returns what the manifest has to say about it, as JSON values.
 
-    packed: the memory from pack(), if that made the parts. They are then written from where they lie, without
-    threads: a background save may outlast the main program, and a program that is ending cannot start
-    threads. Raises OSError, and UsageError for a dtype that files cannot hold.
+    threads: False in the background, as a save may outlast the main program, and a program that is ending
+    cannot start threads. Raises OSError, and UsageError for a dtype that files cannot hold.
     """
     ordered = in_file_order(parts)
     layout = RankLayout(part.stretch for part in ordered)
-    if packed is None:
-        table = _stream(storage, accelerator, path, layout, ordered)
-    else:
-        table = _write_packed(storage, path, layout, ordered, packed)
-    return layout.report(path.name, table)
+    table = bytearray()  # a checksum for each block of each part
+    with closing(AppendedFile(storage, path, layout.size, threads)) as file:
+        file.append(memoryview(layout.header))
+        for values in _on_host(accelerator, ordered):
+            for begin in range(0, values.nbytes, _CACHED):
+                run = values[begin : begin + _CACHED]
+                table += block_sums(run)
+                file.append(run)
+        file.append(memoryview(table))
+        file.finish()
+    return layout.report(path.name, bytes(table))
 
 
 def in_file_order(parts: Sequence[Part]) -> list[Part]:
@@ -79,74 +78,23 @@ def in_file_order(parts: Sequence[Part]) -> list[Part]:
     return sorted(parts, key=lambda part: -part.values.element_size())
 
 
-def pack(
-    accelerator: Accelerator, parts: Sequence[Part], arena: Tensor | None
-) -> tuple[list[Part], Tensor, Tensor]:
-    """Copy all parts to the host, laid out as they will be in the file.
+def pack(accelerator: Accelerator, parts: Sequence[Part], arena: Tensor | None) -> tuple[list[Part], Tensor]:
+    """Copy all parts to the host, in the order of the file.
 
-    Returns the copies; the uint8 memory that holds them, page-aligned, with room for their checksums after
-    them; and the uint8 buffer which that memory is part of: `arena`, if that is large enough.
+    Returns the copies, and the uint8 buffer that holds them: `arena`, if that is large enough.
     """
     ordered = in_file_order(parts)
-    room = sum(part.nbytes + 4 * part.stretch.blocks for part in ordered) + PAGE
-    if arena is None or arena.numel() < room + PAGE:
-        arena = accelerator.memory.empty_host((room + PAGE,), torch.uint8)
-    packed = arena[-arena.data_ptr() % PAGE :][:room]
+    room = sum(part.nbytes for part in ordered)
+    if arena is None or arena.numel() < room:
+        arena = accelerator.memory.empty_host((room,), torch.uint8)
     copies, end = [], 0
     for part in ordered:
-        copy = packed[end : end + part.nbytes].view(part.values.dtype)
+        copy = arena[end : end + part.nbytes].view(part.values.dtype)
         _copy(part.values, copy)
         copies.append(replace(part, values=copy))
         end += part.nbytes
     accelerator.streams.synchronize()
-    return copies, packed, arena
-
-
-def _stream(
-    storage: Storage, accelerator: Accelerator, path: Path, layout: RankLayout, parts: Sequence[Part]
-) -> bytes:
-    """Write parts that may lie anywhere; returns the table of checksums."""
-    table = bytearray()  # a checksum for each block of each part
-    with closing(AppendedFile(storage, path, layout.size)) as file:
-        file.append(memoryview(layout.header))
-        for values in _on_host(accelerator, parts):
-            for begin in range(0, values.nbytes, _CACHED):
-                run = values[begin : begin + _CACHED]
-                table += block_sums(run)
-                file.append(run)
-        file.append(memoryview(table))
-        file.finish()
-    return bytes(table)
-
-
-def _write_packed(
-    storage: Storage, path: Path, layout: RankLayout, parts: Sequence[Part], packed: Tensor
-) -> bytes:
-    """Write parts that pack() made; returns the table of checksums."""
-    memory, begin = bytes_of(packed), len(layout.header)
-    first = empty_aligned(begin)
-    first[:] = np.frombuffer(layout.header, np.uint8)
-    table = bytearray()
-    with closing(storage.create(path, layout.size, direct=layout.size > CHUNK)) as file:
-        file.write(0, [first.data])
-        written = summed = 0
-        for part in parts:
-            assert isinstance(part.values, Tensor)
-            values = bytes_of(part.values)
-            for first_byte in range(0, values.nbytes, _CACHED):
-                run = values[first_byte : first_byte + _CACHED]
-                table += block_sums(run)
-                summed += run.nbytes
-                if summed - written >= _PACKED:  # the processor's cache still has some of it
-                    ready = written + _PACKED
-                    file.write(begin + written, [memory[written:ready]])
-                    written = ready
-        end = summed + len(table)
-        memory[summed:end] = table
-        file.write(begin + written, [memory[written : -(-end // PAGE) * PAGE]])
-        file.truncate(layout.size)
-        file.sync()
-    return bytes(table)
+    return copies, arena
 
 
 def _chunks(parts: Sequence[Part]) -> Iterator[list[Segment]]:

@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from accelz import Accelerator
 from zero.checkpoint.engine_state import RankState
 from zero.checkpoint.rank_file import write_rank_file
@@ -37,8 +35,8 @@ START_SECONDS = 5.0
 class RankSave:
     """One rank's part of a save.
 
-    described: on rank 0, the manifest's members that are known before the save begins. packed: the memory
-    into which pack() copied the parts, if the program continues during the save. failure: the cause, on this
+    described: on rank 0, the manifest's members that are known before the save begins. threads: whether
+    writing may start some. failure: the cause, on this
     rank, of the error that is raised. shared: rank 0 raises the same error, which is not this rank's doing.
     seconds: by phase. done(): called with this rank's bytes once it is complete.
     """
@@ -49,7 +47,7 @@ class RankSave:
     publication: Publication
     mine: RankState = field(default_factory=RankState)
     described: dict[str, Any] = field(default_factory=dict)
-    packed: Tensor | None = None
+    threads: bool = True
     failure: Exception | None = None
     shared: bool = False
     seconds: dict[str, float] = field(default_factory=dict)
@@ -120,7 +118,7 @@ class RankSave:
     @in_range("save", "write")
     def _write(self, staging: Path) -> dict[str, Any]:
         path = staging / f"rank-{self.messages.rank:05d}.safetensors"
-        report = write_rank_file(self.storage, self.accelerator, path, self.mine.parts, self.packed)
+        report = write_rank_file(self.storage, self.accelerator, path, self.mine.parts, self.threads)
         return report | {name: value for name, value in vars(self.mine).items() if name != "parts"}
 
     def _outcome(self, mine: Problem) -> Problem:

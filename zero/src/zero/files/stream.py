@@ -23,16 +23,19 @@ _ADVICE: int | None = getattr(mmap, "MADV_HUGEPAGE", None)
 
 
 class AppendedFile:
-    """A new file of `size` bytes. Methods raise OSError, possibly for data that was appended earlier."""
+    """A new file of `size` bytes. Methods raise OSError, possibly for data that was appended earlier.
 
-    def __init__(self, storage: Storage, path: Path, size: int) -> None:
+    threads: whether the program can start some; without them one chunk after another is filled and written.
+    """
+
+    def __init__(self, storage: Storage, path: Path, size: int, threads: bool = True) -> None:
         self._size = size
         self._large = size > CHUNK
         self._file = storage.create(path, size, direct=self._large)
-        self._writers = ThreadPoolExecutor(_WRITERS) if self._large else None
-        memory = empty_aligned((1 + _WRITERS) * CHUNK if self._large else size)
-        self._chunks = [memory[at : at + CHUNK] for at in range(0, max(len(memory), 1), CHUNK)]
-        self._pending: list[Future[None] | None] = [None] * len(self._chunks)
+        self._writers = ThreadPoolExecutor(_WRITERS) if self._large and threads else None
+        count = 1 if self._writers is None else 1 + _WRITERS
+        self._chunks = np.split(empty_aligned(count * CHUNK), count)
+        self._pending: list[Future[None] | None] = [None] * count
         self._current = 0  # index of the chunk being filled
         self._filled = 0  # bytes of it
         self._position = 0  # of its first byte in the file
@@ -45,15 +48,20 @@ class AppendedFile:
             part = np.frombuffer(data[:count], np.uint8)
             np.copyto(chunk[self._filled : self._filled + count], part)  # releases the GIL
             data, self._filled = data[count:], self._filled + count
-            if self._large and self._filled == CHUNK:
+            if self._filled == CHUNK:
                 self._send()
 
     def finish(self) -> None:
         """Return once all bytes are on the disk."""
-        if not self._large:
-            self._file.write(0, [self._chunks[0][: self._filled].data])
-        else:
-            self._finish_large()
+        if self._large:
+            end = -(-self._filled // PAGE) * PAGE
+            self._chunks[self._current][self._filled : end] = 0
+            self._filled = end
+        self._send()
+        for index in range(len(self._chunks)):
+            self._wait(index)
+        if self._large:
+            self._file.truncate(self._size)
         self._file.sync()
 
     def close(self) -> None:
@@ -62,24 +70,17 @@ class AppendedFile:
             self._writers.shutdown()
         self._file.close()
 
-    def _finish_large(self) -> None:
-        end = -(-self._filled // PAGE) * PAGE
-        self._chunks[self._current][self._filled : end] = 0
-        self._filled = end
-        self._send()
-        for index in range(len(self._chunks)):
-            self._wait(index)
-        self._file.truncate(self._size)
-
     def _send(self) -> None:
-        """Submit the current chunk for writing, and begin the next one when it is free."""
-        assert self._writers is not None
+        """Write the current chunk, or submit it for writing and begin the next one when it is free."""
         data = self._chunks[self._current][: self._filled].data
-        self._pending[self._current] = self._writers.submit(self._file.write, self._position, [data])
+        if self._writers is None:
+            self._file.write(self._position, [data])
+        else:
+            self._pending[self._current] = self._writers.submit(self._file.write, self._position, [data])
+            self._current = (self._current + 1) % len(self._chunks)
+            self._wait(self._current)
         self._position += self._filled
         self._filled = 0
-        self._current = (self._current + 1) % len(self._chunks)
-        self._wait(self._current)
 
     def _wait(self, index: int) -> None:
         pending, self._pending[index] = self._pending[index], None
