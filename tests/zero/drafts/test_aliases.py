@@ -112,34 +112,42 @@ def test_an_array_that_a_parameter_was_made_from_is_refused() -> None:
 
 
 OUTSIDE: dict[str, Callable[[Tensor], Any]] = {
-    "list": lambda w: [w],
-    "object": Kept,
     "function": closure,
-    "module": lambda w: nn.ParameterList([nn.Parameter(w)]),
     "part": lambda w: w[1:],
-    "capsule": torch.utils.dlpack.to_dlpack,
+    "parts": lambda w: [w[1:], {"another": w.t()}],
+    "capsule": lambda w: torch.utils.dlpack.to_dlpack(w[1:]),
     "through a capsule": lambda w: torch.from_dlpack(w[1:]),
     "storage": lambda w: w.untyped_storage(),
 }
 
 
-@pytest.mark.parametrize("way", OUTSIDE)
-def test_what_else_keeps_a_weight_is_warned_of(way: str) -> None:
+@pytest.mark.parametrize("way", [*OUTSIDE, "views with a graph"])
+def test_what_else_keeps_a_weight_is_refused(way: str) -> None:
     model = built()
-    kept = OUTSIDE[way](model[1].linear.weight.detach())
+    weight = model[1].linear.weight
+    kept = OUTSIDE[way](weight.detach()) if way in OUTSIDE else weight.chunk(2)
+    with pytest.raises(zero.ModelError, match=r"something outside the model \(of '1\.linear\.weight'\)\. "):
+        check_aliases(model)
+    del kept
+    check_aliases(model)
+
+
+HELD: dict[str, Callable[[Tensor], Any]] = {
+    "list": lambda w: [w],
+    "object": Kept,
+    "module": lambda w: nn.ParameterList([nn.Parameter(w)]),
+}
+
+
+@pytest.mark.parametrize("way", HELD)
+def test_who_holds_whole_values_is_warned(way: str) -> None:
+    model = built()
+    kept = HELD[way](model[1].linear.weight.detach())
     with pytest.warns(UserWarning, match=r"outside the model shares the memory of 1\.linear\.weight,"):
         check_aliases(model)
     del kept
     with warnings.catch_warnings(action="error"):
         check_aliases(model)
-
-
-def test_views_with_a_graph_outside_the_model_are_warned_of() -> None:
-    model = built()
-    kept = model[1].linear.weight.chunk(2)
-    with pytest.warns(UserWarning, match=r"outside the model shares the memory of 1\.linear\.weight,"):
-        check_aliases(model)
-    del kept
 
 
 def tied(model: nn.Sequential) -> None:

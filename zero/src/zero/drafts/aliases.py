@@ -2,9 +2,10 @@
 
 An engine gives parameters memory of their own, so a view that a module keeps of its weight would go on with
 the values of before. That there is such a tensor is told by the use count of the memory, which is exact, so
-that the usual model costs microseconds. Only then is it looked for, in all that the model reaches. What is
-not found there (a state dict, a variable) is warned of. What is not counted is an array that a parameter was
-made from, as that is what the memory belongs to; so memory that is not torch's own is always looked for.
+that the usual model costs microseconds. Only then is it looked for, in all that the model reaches. Whole
+values outside of it, as state dicts and variables hold them, are warned of; what else has the memory is
+refused. What is not counted is an array that a parameter was made from, as that is what the memory belongs
+to; so memory that is not torch's own is always looked for.
 
 Left alone is what training does not make wrong: aliases of frozen parameters, graphs of earlier forwards,
 what a hook sets anew before each forward (`torch.nn.utils.spectral_norm`).
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -48,6 +49,11 @@ class _Memory:
     def trained(self) -> bool:
         return any(p.requires_grad for p in self.parameters.values())
 
+    def is_cut_by(self, tensor: Tensor, spans: Spans) -> bool:
+        """Return whether a tensor has a part of a parameter, or its values in another form."""
+        name = spans.over(span_of(tensor))
+        return name in self.parameters and not _is_whole(tensor, self.parameters[name])
+
     def users_but(self, tensors: Sequence[Tensor], views: Sequence[Tensor]) -> int:
         """Return how many users are neither among these tensors nor views that only autograd's graphs have.
 
@@ -59,9 +65,9 @@ class _Memory:
 
 
 def check_aliases(model: nn.Module) -> None:
-    """Raise ModelError if the model reaches a tensor over the memory of a parameter that is trained.
+    """Raise ModelError if anything but the model's parameters has the memory of one that is trained.
 
-    Warns of memory that something outside the model has, too. Changes nothing.
+    Warns of whole values outside the model. Changes nothing.
     """
     with torch._C.DisableTorchFunctionSubclass():
         if not _shared_memories(model):
@@ -70,13 +76,17 @@ def check_aliases(model: nn.Module) -> None:
         memories = _shared_memories(model)
         if not memories:
             return
-        kept, tensors = _kept(model, memories)
-        outside = _used_outside(memories, tensors)
+        ids = {id(parameter) for parameter in model.parameters()}
+        named = (item for memory in memories.values() for item in memory.parameters.items())
+        spans = Spans((span, n) for n, p in named if p.requires_grad and (span := span_of(p)) is not None)
+        kept, tensors = _kept(model, memories, ids, spans)
+        left, others = _used_outside(memories, ids, spans, tensors)
+    kept |= dict.fromkeys(others - kept.keys(), "something outside the model")
     if kept:
         shown = some([f"{where} (of {name!r})" for name, where in kept.items()])
         raise ModelError(f"there are tensors over the memory of parameters: {shown}. {_STALE}")
-    if outside:
-        warn(_OUTSIDE.format(some(outside)))
+    if left:
+        warn(_LEFT.format(some(left)))
 
 
 def _shared_memories(model: nn.Module) -> dict[int, _Memory]:
@@ -106,13 +116,12 @@ def _uses_of_one() -> int:
         return _uses(torch.empty(1, device=HOST))
 
 
-def _kept(model: nn.Module, memories: Mapping[int, _Memory]) -> tuple[dict[str, str], list[Tensor]]:
+def _kept(
+    model: nn.Module, memories: Mapping[int, _Memory], ids: Collection[int], spans: Spans
+) -> tuple[dict[str, str], list[Tensor]]:
     """Look in the model. Returns where it keeps what has the memory of a trained parameter, by the name of
-    that, and the tensors that it keeps in these memories."""
-    ids, anew = {id(p) for p in model.parameters()}, {id(tensor) for tensor in _set_anew(model)}
-    named = ((name, p) for memory in memories.values() for name, p in memory.parameters.items())
-    trained = ((span_of(p), name) for name, p in named if p.requires_grad)
-    spans = Spans((span, name) for span, name in trained if span is not None)
+    that, and the tensors that it keeps in these memories. ids: of its parameters."""
+    anew = {id(tensor) for tensor in _set_anew(model)}
     kept: dict[str, str] = {}
     tensors: dict[int, Tensor] = {}
     for path, item in reached(model):
@@ -127,15 +136,28 @@ def _kept(model: nn.Module, memories: Mapping[int, _Memory]) -> tuple[dict[str, 
     return kept, [*tensors.values()]
 
 
-def _used_outside(memories: Mapping[int, _Memory], kept: Sequence[Tensor]) -> list[str]:
-    """Return the name of one parameter of each memory that has users besides these tensors."""
-    views = [t for t in gc.get_objects() if issubclass(type(t), Tensor) and t._base is not None]
-    views = [t for t in views if t._use_count() == 1 or any(t is other for other in kept)]
-    over: dict[int, list[Tensor]] = {key: [] for key in memories}
-    for tensor in kept:
-        over[_storage_of(tensor)].append(tensor)
-    used = [memory for key, memory in memories.items() if memory.users_but(over[key], views) > 0]
-    return [next(name for name, p in memory.parameters.items() if p.requires_grad) for memory in used]
+def _used_outside(
+    memories: Mapping[int, _Memory], ids: Collection[int], spans: Spans, kept: Sequence[Tensor]
+) -> tuple[list[str], set[str]]:
+    """Return the name of one parameter of each memory that has users besides these tensors: where these are
+    whole values, as state dicts and variables hold them, and where there are others."""
+    every = [item for item in gc.get_objects() if issubclass(type(item), Tensor)]
+    known = {*ids, *map(id, kept)}
+    views = [t for t in every if t._base is not None and (t._use_count() == 1 or id(t) in known)]
+    left, others = list[str](), set[str]()
+    for key, memory in memories.items():
+        users = memory.users_but([t for t in kept if _storage_of(t) == key], views)
+        strays = [t for t in every if id(t) not in known and _storage_of(t) == key]
+        strays = [t for t in strays if id(t._base) not in ids or t._use_count() == 1]  # those of graphs go
+        bases = {id(t._base) for t in strays if t._base is not None} - known - set(map(id, strays))
+        name = next(name for name, p in memory.parameters.items() if p.requires_grad)
+        if users <= 0:
+            continue
+        if users > len(strays) + len(bases) or any(memory.is_cut_by(t, spans) for t in strays):
+            others.add(name)
+        else:
+            left.append(name)
+    return left, others
 
 
 def _set_anew(model: nn.Module) -> Iterator[Tensor]:
@@ -146,6 +168,11 @@ def _set_anew(model: nn.Module) -> Iterator[Tensor]:
             value = vars(module).get(name) if isinstance(name, str) else None
             if isinstance(value, Tensor):
                 yield value
+
+
+def _is_whole(tensor: Tensor, parameter: nn.Parameter) -> bool:
+    ours, theirs = ((t.data_ptr(), t.shape, t.stride(), t.dtype) for t in (tensor, parameter))
+    return ours == theirs
 
 
 def _storage_of(tensor: Tensor) -> int:
@@ -161,9 +188,8 @@ _STALE = (
     "own. Take the view in forward, from the parameter; register one Parameter in every module that uses it; "
     "or keep values that are to stay as they are with .clone()"
 )
-_OUTSIDE = (
+_LEFT = (
     "something outside the model shares the memory of {}, such as a state dict or a variable of before "
     "zero.initialize. It keeps the values of now, where plain training would change them, and the memory: "
-    "del what is not needed, take views in forward, from the parameter, and call engine.state_dict() for the "
-    "values of later"
+    "del what is not needed, and call engine.state_dict() for the values of later"
 )
