@@ -11,7 +11,7 @@ import pytest
 
 import zero
 from accelz import selection
-from tests.zero.helpers.memory_storage import MemoryStorage, Operation, Tree
+from tests.zero.helpers.memory_storage import Fixed, MemoryStorage, Operation, Tree
 from tests.zero.helpers.small_saves import contents, expected, save
 from zero.files import pointer
 from zero.files.manifest import MANIFEST
@@ -20,7 +20,8 @@ from zero.files.reader import Checkpoint, complete, find
 pytestmark = pytest.mark.slow  # thousands of file systems after a crash
 
 RUNS = Path("/runs/a")
-ORDERS = 2  # in which the ranks' writes come
+ORDERS: dict[Fixed, int] = {"none": 2, "initial": 1, "all": 1}
+"""By the directories that cannot be renamed, in how many orders the ranks' writes come."""
 MIXTURES = 8  # of lost and kept changes, for every operation
 LEAST_STATES = 2000
 
@@ -53,16 +54,16 @@ def on_the_host() -> None:
     selection.use("cpu")
 
 
-def prepared(scenario: Scenario) -> Tree:
+def prepared(scenario: Scenario, fixed: Fixed = "none") -> Tree:
     """The file system before the save."""
-    storage = MemoryStorage()
+    storage = MemoryStorage(fixed=fixed)
     for name, steps, keep_last in scenario.before:
         assert save(storage, RUNS / name, steps, keep_last) == [None, None]
     return storage.tree(lambda: False)
 
 
-def recorded(scenario: Scenario, before: Tree) -> list[tuple[str, Operation]]:
-    storage = MemoryStorage(before)
+def recorded(scenario: Scenario, before: Tree, fixed: Fixed = "none") -> list[tuple[str, Operation]]:
+    storage = MemoryStorage(before, fixed=fixed)
     assert save(storage, RUNS / scenario.name, 9, scenario.keep_last) == [None, None]
     return storage.log
 
@@ -101,13 +102,14 @@ def check(scenario: Scenario, tree: Tree, done: bool) -> None:
         assert found == expected(steps), name
 
 
+@pytest.mark.parametrize("fixed", ORDERS)
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_every_crash_of_a_save(name: str, states: dict[str, int]) -> None:
+def test_every_crash_of_a_save(name: str, fixed: Fixed, states: dict[str, int]) -> None:
     scenario, generator = SCENARIOS[name], random.Random(name)
-    before = prepared(scenario)
-    log = recorded(scenario, before)
-    for _ in range(ORDERS):
-        storage = MemoryStorage(before)
+    before = prepared(scenario, fixed)
+    log = recorded(scenario, before, fixed)
+    for _ in range(ORDERS[fixed]):
+        storage = MemoryStorage(before, fixed=fixed)
         operations = interleaved(log, generator)
         for number, operation in enumerate(operations):
             storage.do(*operation)
@@ -127,16 +129,17 @@ def states() -> dict[str, int]:
     return {}
 
 
+@pytest.mark.parametrize("fixed", ORDERS)
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_the_next_save_puts_right_what_a_crash_left(name: str) -> None:
+def test_the_next_save_puts_right_what_a_crash_left(name: str, fixed: Fixed) -> None:
     scenario, generator = SCENARIOS[name], random.Random(name)
-    before = prepared(scenario)
-    log = recorded(scenario, before)
-    storage = MemoryStorage(before)
+    before = prepared(scenario, fixed)
+    log = recorded(scenario, before, fixed)
+    storage = MemoryStorage(before, fixed=fixed)
     for operation in interleaved(log, generator):
         storage.do(*operation)
         for tree in storage.crashes(generator, mixed=1):
-            after = MemoryStorage(tree)
+            after = MemoryStorage(tree, fixed=fixed)
             again = scenario.name if generator.random() < 0.5 else "step-11"
             assert save(after, RUNS / again, 11, scenario.keep_last) == [None, None]
             assert contents(find(RUNS, after), after) == (11, expected(11))
@@ -159,22 +162,23 @@ def left_over(storage: MemoryStorage) -> list[str]:
     return found
 
 
+@pytest.mark.parametrize("fixed", ORDERS)
 @pytest.mark.parametrize("lasting", [False, True])
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_an_error_at_any_operation_reaches_all_ranks_or_comes_after_publication(
-    name: str, lasting: bool, caplog: pytest.LogCaptureFixture
+    name: str, lasting: bool, fixed: Fixed, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A disk that fails once, or from some moment on."""
     scenario = SCENARIOS[name]
-    before = prepared(scenario)
-    for place, (_, tried) in enumerate(recorded(scenario, before)):
+    before = prepared(scenario, fixed)
+    for place, (_, tried) in enumerate(recorded(scenario, before, fixed)):
 
         def fault(number: int, operation: Operation, place: int = place) -> None:
             if number == place or (lasting and number > place):
                 raise OSError(errno.ENOSPC, "injected", operation[1])
 
         caplog.clear()
-        storage = MemoryStorage(before, fault)
+        storage = MemoryStorage(before, fault, fixed)
         errors = save(storage, RUNS / scenario.name, 9, scenario.keep_last)
         storage.fault = None
         if errors == [None, None]:
@@ -198,14 +202,15 @@ def steps_of(name: str, storage: MemoryStorage) -> int:
     return contents(RUNS / name, storage)[0]
 
 
+@pytest.mark.parametrize("fixed", ORDERS)
 def test_a_checkpoint_that_latest_did_not_name_in_time_is_in_the_rotation(
-    caplog: pytest.LogCaptureFixture,
+    fixed: Fixed, caplog: pytest.LogCaptureFixture
 ) -> None:
     def no_pointer(number: int, operation: Operation) -> None:
         if operation[0] == "rename" and operation[2] == str(RUNS / "latest"):
             raise PermissionError(errno.EACCES, "injected", operation[1])
 
-    storage = MemoryStorage(prepared(SCENARIOS["rotating"]))
+    storage = MemoryStorage(prepared(SCENARIOS["rotating"], fixed), fixed=fixed)
     storage.fault = no_pointer
     for steps in (7, 9):  # the second tries again, in vain
         assert save(storage, RUNS / f"step-{steps}", steps, 2) == [None, None]
@@ -237,28 +242,6 @@ def test_a_save_that_fails_forgets_no_other_one_that_latest_does_not_name_yet() 
     assert find(RUNS, storage).name == "step-7"
     assert save(storage, RUNS / "step-11", 11, 1) == [None, None]
     assert storage.names(RUNS) == ["kept", "latest", "step-11"]
-
-
-def test_a_directory_that_cannot_be_renamed_is_said_and_left_as_it_is(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """As those of an overlay's lower layer."""
-
-    def fixed(number: int, operation: Operation) -> None:
-        if operation[0] == "rename" and operation[1] in (str(RUNS / "step-3"), str(RUNS / "step-5")):
-            raise OSError(errno.EXDEV, "invalid cross-device link", operation[1])
-
-    storage = MemoryStorage(prepared(SCENARIOS["rotating"]), fault=fixed)
-    for error in save(storage, RUNS / "step-5", 6):
-        assert isinstance(error, zero.CheckpointError)
-        assert "/runs/a/step-5 cannot rename this directory" in str(error)
-        assert "save under another name, or elsewhere" in str(error)
-    assert steps_of("step-5", storage) == 5
-    assert not left_over(storage)
-    assert save(storage, RUNS / "step-7", 7, 1) == [None, None]
-    assert "/runs/a/step-7 is saved, but what follows a save could not be done" in caplog.text
-    assert find(RUNS, storage).name == "step-7"
-    assert complete(RUNS, storage) == ["kept", "step-3", "step-5", "step-7"]
 
 
 def test_a_rotation_that_nobody_would_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

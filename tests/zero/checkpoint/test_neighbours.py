@@ -6,6 +6,8 @@ import errno
 import fcntl
 import os
 import resource
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -184,6 +186,44 @@ def test_more_files_than_the_soft_limit(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     for file in files:
         file.close()
+
+
+ON_AN_OVERLAY = """
+from pathlib import Path
+from accelz import selection
+from tests.zero.helpers import small_saves
+from zero.files.reader import find
+from zero.files.storage import DISK
+selection.use("cpu")
+runs = Path("there")
+for name, steps, keep_last in (("b", 5, 2), ("c", 6, 2), ("c", 7, 1)):
+    assert small_saves.save(DISK, runs / name, steps, keep_last) == [None, None]
+    assert small_saves.contents(find(runs), DISK) == (steps, small_saves.expected(steps))
+"""
+MOUNTED = """
+mount -t overlay overlay -o lowerdir=lower,upperdir=upper,workdir=work there || exit 77
+"$0" -c "$1" && ls -A there
+"""
+
+
+@pytest.mark.slow
+def test_checkpoints_of_an_overlays_lower_layer_are_replaced_and_rotate_out(tmp_path: Path) -> None:
+    for name in ("lower", "upper", "work", "there"):
+        (tmp_path / name).mkdir()
+    save_small(tmp_path / "lower" / "a", 2)
+    save_small(tmp_path / "lower" / "b", 2)
+    command = ["unshare", "--mount", "sh", "-c", MOUNTED, sys.executable, ON_AN_OVERLAY]
+    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    try:
+        done = subprocess.run(
+            command, check=False, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
+        )
+    except FileNotFoundError:
+        pytest.skip("there is no unshare")
+    if done.returncode == 77 or "unshare failed" in done.stderr:
+        pytest.skip("no overlay may be mounted")
+    assert done.stdout.split() == ["c", "latest"], done.stderr
+    assert "could not be done" not in done.stderr
 
 
 def test_a_published_checkpoint_is_no_failure_where_other_ranks_cannot_be_told(

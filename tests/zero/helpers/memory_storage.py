@@ -13,13 +13,14 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from zero.files.storage import File, Lock, Storage
 
 SECTOR = 512
 Tree = dict[str, Any]  # names to bytes or trees
 Operation = tuple[Any, ...]
+Fixed = Literal["none", "initial", "all"]
 Fault = Callable[[int, Operation], None]  # (operations tried before, operation): may raise OSError
 
 
@@ -49,10 +50,11 @@ class FileNode:
 @dataclass
 class DirectoryNode:
     """A directory: its names on the disk, and the changes since: ("add", name, node), ("drop", name),
-    ("move", old, new)."""
+    ("move", old, new). fixed: it cannot be renamed."""
 
     synced: dict[str, Any] = field(default_factory=dict)
     pending: list[tuple[Any, ...]] = field(default_factory=list)
+    fixed: bool = False
 
     def now(self) -> dict[str, Any]:
         return self.after(lambda: True)
@@ -98,10 +100,14 @@ class MemoryFile(File):
 
 
 class MemoryStorage(Storage):
-    """fault: called before every operation. log: (name of the thread, operation)."""
+    """fault: called before every operation. fixed: directories that cannot be renamed: none; those that are
+    there already, as those from an overlay's lower layer; all. log: (name of the thread, operation)."""
 
-    def __init__(self, initial: Tree | None = None, fault: Fault | None = None) -> None:
-        self.root = _directory(initial or {})
+    def __init__(
+        self, initial: Tree | None = None, fault: Fault | None = None, fixed: Fixed = "none"
+    ) -> None:
+        self.root = _directory(initial or {}, fixed != "none")
+        self.fixed = fixed
         self.log: list[tuple[str, Operation]] = []
         self.fault = fault
         self._attempts = 0
@@ -170,7 +176,8 @@ class MemoryStorage(Storage):
         if kind in ("create", "make"):
             if name in parent.now():
                 raise FileExistsError(errno.EEXIST, "exists", path)
-            node = DirectoryNode() if kind == "make" else FileNode(pending=[(0, bytes(rest[0]))])
+            fixed = self.fixed == "all"
+            node = DirectoryNode(fixed=fixed) if kind == "make" else FileNode(pending=[(0, bytes(rest[0]))])
             parent.pending.append(("add", name, node))
         elif kind == "write":
             self._file(path).pending.append((rest[0], rest[1]))
@@ -190,6 +197,8 @@ class MemoryStorage(Storage):
         there, node = self._parent(new).now().get(new.name), self.node(old)
         if isinstance(there, DirectoryNode) and there.now():
             raise OSError(errno.ENOTEMPTY, "not empty", str(new))
+        if isinstance(node, DirectoryNode) and node.fixed:
+            raise OSError(errno.EXDEV, "invalid cross-device link", str(old))
         if old.parent == new.parent:
             parent.pending.append(("move", old.name, new.name))
         else:
@@ -241,9 +250,9 @@ class MemoryLock(Lock):
         return
 
 
-def _directory(tree: Tree) -> DirectoryNode:
-    names = {n: _directory(v) if isinstance(v, dict) else FileNode(v) for n, v in tree.items()}
-    return DirectoryNode(names)
+def _directory(tree: Tree, fixed: bool) -> DirectoryNode:
+    names = {n: _directory(v, fixed) if isinstance(v, dict) else FileNode(v) for n, v in tree.items()}
+    return DirectoryNode(names, fixed=fixed)
 
 
 def _tree(node: Any, survives: Callable[[], bool]) -> Any:

@@ -19,8 +19,8 @@ from pathlib import Path
 
 from zero.config.paths import as_path
 from zero.errors import CheckpointError, UsageError
+from zero.files import in_place
 from zero.files.manifest import LATEST, MANIFEST, hidden
-from zero.files.publication import CANNOT_RENAME
 from zero.files.storage import Lock, Storage, read_whole, write_whole
 from zero.sources.deepspeed_files import LATEST_UNIVERSAL
 
@@ -117,32 +117,22 @@ class Staging:
         storage, old = self._storage, hidden(self.out, "replaced")
         self._keep_others()
         if not storage.exists(self.out) or not storage.names(self.out):
-            return self._rename(self.path, self.out)
+            return in_place.rename(storage, self.path, self.out)
         if storage.exchange(self.path, self.out):
             storage.sync_directory(self.out.parent)
             self._discard(self.path)
             return True
-        if not self._rename(self.out, old):
+        if not in_place.rename(storage, self.out, old):
             return False
         renamed = False
         try:
-            renamed = self._rename(self.path, self.out)
+            renamed = in_place.rename(storage, self.path, self.out)
         finally:
             if not renamed:
                 storage.rename(old, self.out)
         if renamed:
             self._discard(old)
         return renamed
-
-    def _rename(self, old: Path, new: Path) -> bool:
-        """Rename a directory. Returns False where the file system cannot."""
-        try:
-            self._storage.rename(old, new)
-        except OSError as error:
-            if error.errno not in CANNOT_RENAME:
-                raise
-            return False
-        return True
 
     def _exchange_files(self) -> None:
         """Move everything into OUT, and what it replaces out of it, which comes back after an error."""

@@ -12,7 +12,7 @@ rank_layout, manifest_assembly
                         one rank's file; one manifest from all ranks' reports
 reader                  finding a checkpoint; reading tensors by key, with every byte checked
 names                   matching stored tensors to a model's, by name
-pointer, publication
+in_place, pointer, publication
                         publishing a checkpoint under its name, and what `latest` says
 safetensors_weights     reading any part of any tensor in safetensors files
 dtypes                  torch's dtypes by their names in files: the only module here that imports torch

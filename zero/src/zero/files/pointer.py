@@ -12,6 +12,7 @@ from pathlib import Path
 from zlib import crc32
 
 from zero.errors import CheckpointError, CorruptCheckpointError
+from zero.files.in_place import is_half_removed
 from zero.files.manifest import (
     LARGEST_LATEST,
     LARGEST_MANIFEST,
@@ -58,12 +59,12 @@ class Pointer:
         keep_last: how many of those saved for rotation stay, this one included; None: it is saved apart from
         them, and all stay.
         """
-        there = [
-            n for n in self._rotation() if self._storage.exists(self._parent / n / MANIFEST) and n != name
-        ]
+        listed = [n for n in self._rotation() if n != name]
+        gone = [n for n in listed if is_half_removed(self._storage, self._parent / n)]
+        there = [n for n in listed if self._storage.exists(self._parent / n / MANIFEST)]
         there += [] if keep_last is None else [name]
-        self._listed = tuple(there)
-        return [] if keep_last is None else there[:-keep_last]
+        self._listed = (*gone, *there)
+        return gone if keep_last is None else [*gone, *there[:-keep_last]]
 
     def prepare(self, name: str, manifest: bytes) -> None:
         """Write the next contents. manifest: of the checkpoint that is about to be published.

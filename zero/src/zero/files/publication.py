@@ -13,26 +13,24 @@ Every step is on the disk before the next begins:
 5. `latest` is replaced;
 6. `.name.zero-old` and the checkpoints that rotate out are removed.
 
-An error up to step 4 leaves everything as it was. Later ones are warnings, and the next save does what is
-left.
+Where directories cannot be renamed, steps 3 and 4 are those of `in_place`. An error up to step 4 leaves
+everything as it was. Later ones are warnings, and the next save does what is left.
 """
 
 from __future__ import annotations
 
-import errno
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from zero.errors import CheckpointError, UsageError
+from zero.files import in_place
 from zero.files.manifest import LATEST, MANIFEST, hidden
 from zero.files.pointer import Pointer
 from zero.files.storage import Lock, Storage, write_whole
 
 _log = logging.getLogger("zero")
-CANNOT_RENAME = frozenset({errno.EXDEV, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS})
-"""What a file system answers that cannot rename this directory."""
 
 
 def check_name(path: Path) -> None:
@@ -87,11 +85,12 @@ class Publication:
         with self._alone():
             expired = self._pointer.rotate(self.path.name, self._keep_last)
             self._pointer.prepare(self.path.name, manifest)
-            if self._storage.exists(self.path):
-                self._rename(self.path, hidden(self.path, "old"))
-                self._storage.sync_directory(self.path.parent)
-            self._rename(self.staging, self.path)
-            self._settle(expired)
+            renamed = self._take_name()
+            if not renamed:
+                manifest, names = in_place.with_free_names(self._storage, self.path, manifest)
+                self._pointer.prepare(self.path.name, manifest)
+                in_place.publish(self._storage, self.staging, self.path, manifest, names)
+            self._settle(expired, renamed)
         self._warn("%s is saved, but what follows a save")
 
     def abandon(self) -> None:
@@ -101,6 +100,7 @@ class Publication:
         with self._alone():
             with self._later():
                 self._pointer.finish()  # what is prepared may be an earlier save's, or another one's
+            in_place.remove_strays(self._storage, self.path)
             self._remove(self.staging)
             self._restore(self.path)
 
@@ -134,7 +134,16 @@ class Publication:
             _log.warning(what + " could not be done, and the next save tries again: %s", self.path, told)
             self._left.clear()
 
-    def _settle(self, expired: list[str]) -> None:
+    def _take_name(self) -> bool:
+        """Rename the staged directory. Returns False, with all as before, where that is not possible."""
+        if self._storage.exists(self.path) and not self._rename(self.path, hidden(self.path, "old")):
+            return False
+        renamed = in_place.rename(self._storage, self.staging, self.path)
+        if not renamed:
+            self._restore(self.path)
+        return renamed
+
+    def _settle(self, expired: list[str], renamed: bool) -> None:
         """Do what follows publication. Nothing is removed before that, and `latest`, are on the disk."""
         with self._later():
             self._storage.sync_directory(self.path)
@@ -143,6 +152,9 @@ class Publication:
         if self._left:
             return
         with self._later():
+            if not renamed:
+                in_place.remove_strays(self._storage, self.path)
+                self._remove(self.staging)
             self._remove(hidden(self.path, "old"))
         for name in expired:
             with self._later():
@@ -165,19 +177,21 @@ class Publication:
             if lock is None:
                 return
             lock.release()
+            in_place.remove_strays(storage, path)
             self._remove(new)
         self._remove(trash)
         self._restore(path)
         if storage.exists(old) and storage.exists(path / MANIFEST):
             storage.sync_directory(path.parent)  # the save may have failed to
             self._remove(old)
+        if in_place.is_half_removed(storage, path):
+            in_place.discard(storage, path)
 
     def _restore(self, path: Path) -> None:
-        """Give a checkpoint that was to be replaced its name back."""
+        """Give a checkpoint that was to be replaced its name back, if it can be renamed."""
         old = hidden(path, "old")
         if self._storage.exists(old) and not self._storage.exists(path):
             self._rename(old, path)
-            self._storage.sync_directory(path.parent)
 
     def _check_replaceable(self) -> None:
         path, storage = self.path, self._storage
@@ -196,8 +210,8 @@ class Publication:
         """Remove a checkpoint, so that no half-removed one is ever visible."""
         trash = hidden(path, "trash")
         self._remove(trash)
-        self._rename(path, trash)
-        self._storage.sync_directory(path.parent)
+        if not self._rename(path, trash):
+            in_place.discard(self._storage, path)
         self._remove(trash)
 
     def _remove(self, path: Path) -> None:
@@ -220,13 +234,8 @@ class Publication:
             with suppress(OSError):  # not ours: it may not even be readable
                 self._storage.sync_directory(path.parent)
 
-    def _rename(self, old: Path, new: Path) -> None:
-        try:
-            self._storage.rename(old, new)
-        except OSError as error:
-            if error.errno not in CANNOT_RENAME:
-                raise
-            raise CheckpointError(
-                f"the file system of {old} cannot rename this directory: {error}. An overlay cannot rename "
-                "those of a lower layer (a container's image): save under another name, or elsewhere"
-            ) from error
+    def _rename(self, old: Path, new: Path) -> bool:
+        renamed = in_place.rename(self._storage, old, new)
+        if renamed:
+            self._storage.sync_directory(new.parent)
+        return renamed

@@ -194,7 +194,7 @@ class Storage:
     def rename(self, old: Path, new: Path) -> None:
         """Rename atomically. An empty directory or a file at `new` is replaced.
 
-        Only a file may move to another directory; a directory may refuse, see `publication.CANNOT_RENAME`.
+        Only a file may move to another directory; a directory may refuse, see `in_place.CANNOT_RENAME`.
         """
         old.rename(new)
 
