@@ -11,7 +11,7 @@ from torch import Tensor
 
 from accelz import HOST
 from zero.checkpoint.engine_state import EngineParts
-from zero.checkpoint.param_groups import match_groups, merged, misfits, take
+from zero.checkpoint.param_groups import merged, misfits, take
 from zero.errors import OptimizerError, StateError
 from zero.files.dtypes import TORCH
 from zero.files.manifest import Manifest, ParameterEntry, Sized, model_key, state_key
@@ -39,7 +39,6 @@ class OptimizerLoad:
         self._reader = reader
         self._sources = sources
         self._entries = {entry.name: entry for entry in manifest.parameters}
-        self._saved_group, self._elsewhere = self._saved_groups()
 
     def check(self, strict: bool) -> None:
         """Raise StateError if the checkpoint's optimizer is of another kind, or its state does not fit.
@@ -58,7 +57,7 @@ class OptimizerLoad:
                 f"{len(optimizer.param_groups)}; weights_only=True loads only the weights"
             )
         kinds, before = kinds_of_groups(optimizer), self._saved_kinds
-        if any(kinds[mine] != before[group] for mine, group in self._saved_group.items()):
+        if list(kinds) != list(before):
             raise StateError(
                 f"the checkpoint's param_groups belong to {', '.join(before)}, but this optimizer's to "
                 f"{', '.join(kinds)}; weights_only=True loads only the weights"
@@ -74,27 +73,26 @@ class OptimizerLoad:
             {
                 "without optimizer state (strict=False starts without it)": list(missing) if strict else [],
                 "with different optimizer state": list(other),
-                "in a different param_group than in the checkpoint": self._elsewhere if strict else [],
+                "in a different param_group than in the checkpoint": self._elsewhere() if strict else [],
                 "options of param_groups": [
-                    f"param_groups[{mine}]: {wrong}"
-                    for mine in self._options
-                    for wrong in self._misfits(mine)
+                    f"param_groups[{index}]: {wrong}"
+                    for index in range(len(self._options))
+                    for wrong in self._misfits(index)
                 ],
             }
         )
 
     @cached_property
-    def _options(self) -> dict[int, dict[str, Any]]:
-        """The options to set, by the index of our param_group."""
-        saved = self._manifest.optimizer.param_groups
-        return {mine: self._reader.decode(saved[group]) for mine, group in self._saved_group.items()}
+    def _options(self) -> list[dict[str, Any]]:
+        """The options to set, by param_group."""
+        return [self._reader.decode(group) for group in self._manifest.optimizer.param_groups]
 
-    def _misfits(self, mine: int) -> list[str]:
-        group, saved = self._optimizer.param_groups[mine], self._options[mine]
+    def _misfits(self, index: int) -> list[str]:
+        group, saved = self._optimizer.param_groups[index], self._options[index]
         wrong = misfits(group, saved)
         if not wrong:
             try:
-                self._engine.sharded_optimizer.check_options(mine, merged(group, saved))
+                self._engine.sharded_optimizer.check_options(index, merged(group, saved))
             except OptimizerError as error:
                 wrong.append(str(error))
         return wrong
@@ -105,15 +103,13 @@ class OptimizerLoad:
         saved = self._manifest.optimizer
         return saved.of_groups or [saved.kind] * len(saved.param_groups)
 
-    def _saved_groups(self) -> tuple[dict[int, int], list[str]]:
-        """What match_groups() returns for the parameters that have state in the checkpoint."""
-        now, saved = {}, {}
-        for group in (group for unit in self._engine.units for group in unit.groups):
-            for name, parameter in zip(group.names, group.parameters, strict=True):
-                entry = self._with_state(name)
-                if entry is not None and entry.group is not None and parameter in self._engine.param_group_of:
-                    now[name], saved[name] = self._engine.param_group_of[parameter], entry.group
-        return match_groups(now, saved, len(self._optimizer.param_groups))
+    def _elsewhere(self) -> list[str]:
+        """The parameters that are in another param_group than in the checkpoint."""
+        mine = self._engine.param_group_of
+        groups = [group for unit in self._engine.units for group in unit.groups]
+        named = [pair for group in groups for pair in zip(group.names, group.parameters, strict=True)]
+        found = [(name, self._with_state(name), mine[p]) for name, p in named if p in mine]
+        return [name for name, entry, index in found if entry is not None and entry.group != index]
 
     def _state_fits(
         self, entry: ParameterEntry, piece: SteppedPiece, spec: ParameterSpec, kernel: bool
@@ -170,8 +166,8 @@ class OptimizerLoad:
             if stepped.rule is not None and stepped.rule.counts:
                 state = self._optimizer.state[piece.parameter]
                 stepped.take_steps(piece, float(state["step"]))
-        for mine, saved in self._options.items():
-            take(self._optimizer.param_groups[mine], saved)
+        for group, saved in zip(self._optimizer.param_groups, self._options, strict=True):
+            take(group, saved)
 
     def _pieces(self) -> Iterator[tuple[SteppedSubGroup, SteppedPiece, ParameterSpec, ParameterEntry | None]]:
         """This rank's pieces, with their parameters and these in the checkpoint: None if it has no state."""
