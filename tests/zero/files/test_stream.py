@@ -20,8 +20,8 @@ from zero.files.stream import CHUNK, AppendedFile, empty_aligned
 IN_MEMORY = Path("/dev/shm")  # a file system without direct writes
 
 
-def written(storage: Storage, path: Path, pieces: Sequence[bytes]) -> bytes:
-    stream = AppendedFile(storage, path, sum(map(len, pieces)))
+def written(storage: Storage, path: Path, pieces: Sequence[bytes], threads: bool = True) -> bytes:
+    stream = AppendedFile(storage, path, sum(map(len, pieces)), threads)
     try:
         for piece in pieces:
             scratch = bytearray(piece)
@@ -34,10 +34,11 @@ def written(storage: Storage, path: Path, pieces: Sequence[bytes]) -> bytes:
 
 
 @pytest.mark.parametrize(
-    "size", [0, 1, PAGE, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 4 * CHUNK - PAGE, 5 * CHUNK + 12345]
+    "size", [0, 1, PAGE, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 4 * CHUNK - PAGE, 17 * CHUNK + 12345]
 )
 @pytest.mark.parametrize("memory", [False, True])
-def test_what_is_appended_is_what_is_there(tmp_path: Path, size: int, memory: bool) -> None:
+@pytest.mark.parametrize("threads", [False, True])
+def test_what_is_appended_is_what_is_there(tmp_path: Path, size: int, memory: bool, threads: bool) -> None:
     if memory and not IN_MEMORY.is_dir():
         pytest.skip("no file system in memory")
     generator = random.Random(size)
@@ -46,7 +47,7 @@ def test_what_is_appended_is_what_is_there(tmp_path: Path, size: int, memory: bo
     pieces = [data[a:b] for a, b in zip([0, *cuts], [*cuts, size], strict=True)]
     path = (IN_MEMORY if memory else tmp_path) / f"zero-test-{os.getpid()}"
     try:
-        assert written(DISK, path, pieces) == data
+        assert written(DISK, path, pieces, threads) == data
     finally:
         path.unlink()
 

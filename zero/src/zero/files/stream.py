@@ -34,7 +34,8 @@ class AppendedFile:
         self._file = storage.create(path, size, direct=self._large)
         self._writers = ThreadPoolExecutor(_WRITERS) if self._large and threads else None
         count = 1 if self._writers is None else 1 + _WRITERS
-        self._chunks = np.split(empty_aligned(count * CHUNK), count)
+        memory = empty_aligned((1 + _WRITERS if self._large else 1) * CHUNK)
+        self._chunks = np.split(memory, count)
         self._pending: list[Future[None] | None] = [None] * count
         self._current = 0  # index of the chunk being filled
         self._filled = 0  # bytes of it
@@ -48,7 +49,7 @@ class AppendedFile:
             part = np.frombuffer(data[:count], np.uint8)
             np.copyto(chunk[self._filled : self._filled + count], part)  # releases the GIL
             data, self._filled = data[count:], self._filled + count
-            if self._filled == CHUNK:
+            if self._filled == len(chunk):
                 self._send()
 
     def finish(self) -> None:
