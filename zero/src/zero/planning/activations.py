@@ -7,10 +7,9 @@ their gradients are not, which `peaks` counts as the engine keeps them.
 
 from __future__ import annotations
 
+import copy
 import weakref
-from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
@@ -80,41 +79,41 @@ def measure(
     list of arguments, or one tensor. Raises UsageError for a model that needs values to run.
     """
     tracker = _Tracker()
-    with _unchanged(model), FakeTensorMode(allow_non_fake_inputs=True):
+    with FakeTensorMode(allow_non_fake_inputs=True):
         arguments, keywords = _inputs(batch)
-        _take_values(model, dtypes, tracker)
-        for name, module in units.items():
-            tracker.follow(module, name)
         try:
+            fakes = _without_values(model, dtypes, tracker)
+            for name, module in units.items():
+                tracker.follow(fakes[module], name)
             with tracker, torch.enable_grad():
                 with torch.autocast(HOST.type, autocast, enabled=autocast is not None):
-                    loss = _loss_of(model(*arguments, **keywords))
+                    loss = _loss_of(fakes[model](*arguments, **keywords))
                 tracker.begin_backward()
                 torch.autograd.backward(loss)
         except Exception as error:
             raise UsageError(
                 "the activations cannot be planned, as the model does not run without values, with sizes "
-                f"alone: {type(error).__name__}: {error}"
+                f"alone, in a copy of its modules: {type(error).__name__}: {error}"
             ) from error
     return Activations(tracker.forward, tracker.backward), Flops(**tracker.flops)
 
 
-def _take_values(model: nn.Module, dtypes: Mapping[str, torch.dtype], tracker: _Tracker) -> None:
-    """Put fake tensors in place of parameters, which are left out, and of buffers."""
-    fakes: dict[Tensor, Tensor] = {buffer: _fake(buffer) for buffer in model.buffers()}
+def _without_values(
+    model: nn.Module, dtypes: Mapping[str, torch.dtype], tracker: _Tracker
+) -> dict[nn.Module, nn.Module]:
+    """A copy of each module, with fake tensors in place of buffers, of what a forward has left, which cannot
+    be copied, and of parameters, which are left out."""
+    values = (value for module in model.modules() for value in vars(module).values())
+    left = (value for value in values if isinstance(value, Tensor) and value.grad_fn is not None)
+    known: dict[int, Any] = {id(tensor): _fake(tensor) for tensor in (*model.buffers(), *left)}
     for name, parameter in model.named_parameters():
         fake = nn.Parameter(_fake(parameter, dtypes.get(name)), parameter.requires_grad)
         tracker.leave_out(fake)
         if fake.requires_grad:
             fake.register_hook(tracker.take_gradient)
-        fakes[parameter] = fake
-    for module in model.modules():
-        for kind in ("_parameters", "_buffers"):  # others in their place, whatever class these dicts have
-            tensors = vars(module)[kind]
-            vars(module)[kind] = {
-                name: tensor if tensor is None else fakes.get(tensor, tensor)
-                for name, tensor in tensors.items()
-            }
+        known[id(parameter)] = fake
+    copy.deepcopy(model, known)
+    return {module: known[id(module)] for module in model.modules()}
 
 
 class _Tracker(TorchDispatchMode):
@@ -212,47 +211,6 @@ class _Tracker(TorchDispatchMode):
     def _come_to(self, name: str) -> None:
         self._units = [name]
         self._mark()
-
-
-@contextmanager
-def _unchanged(model: nn.Module) -> Iterator[None]:
-    """After the block, modules have the parameters, buffers, hooks and other attributes of before it, and no
-    fake tensors that a forward caches, also in lists, sets and mappings among them."""
-    seen: set[int] = set()
-    before = [(vars(module), _contents(vars(module), seen)) for module in model.modules()]
-    try:
-        yield
-    finally:
-        for attributes, contents in before:
-            _put_back(attributes, contents)
-
-
-def _contents(container: Any, seen: set[int]) -> Any:
-    """A copy, in which each value is beside its own contents; None for what is no container, or in `seen`."""
-    if type(container) not in (dict, OrderedDict, defaultdict, list, set) or id(container) in seen:
-        return None
-    seen.add(id(container))
-    if isinstance(container, dict):
-        return {key: (value, _contents(value, seen)) for key, value in container.items()}
-    if isinstance(container, list):
-        return [(value, _contents(value, seen)) for value in container]
-    return set(container)
-
-
-def _put_back(container: Any, contents: Any) -> None:
-    if contents is None:
-        return
-    container.clear()
-    if isinstance(contents, set):
-        container |= contents
-        return
-    pairs = contents.values() if isinstance(contents, dict) else contents
-    for value, inside in pairs:
-        _put_back(value, inside)
-    if isinstance(contents, dict):
-        container.update({key: value for key, (value, _) in contents.items()})
-    else:
-        container.extend(value for value, _ in contents)
 
 
 def _inputs(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
