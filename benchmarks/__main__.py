@@ -56,6 +56,9 @@ class Size(str, Enum):
     medium = "medium"
     large = "large"
     huge = "huge"
+    one_billion = "1b"
+    three_billion = "3b"
+    seven_billion = "7b"
 
 
 class QloraSize(str, Enum):
@@ -437,9 +440,10 @@ def _peers(names: str) -> tuple[str, ...]:
 
 def _compiled_peers(names: str) -> tuple[str, ...]:
     chosen = [name.strip() for name in names.split(";") if name.strip()] or list(compiled_peers.PEERS)
-    unknown = [name for name in chosen if name not in compiled_peers.PEERS]
+    every = compiled_peers.PEERS | compiled_peers.FLOAT8
+    unknown = [name for name in chosen if name not in every]
     if unknown:
-        known = "; ".join(compiled_peers.PEERS)
+        known = "; ".join(every)
         raise typer.BadParameter(f"unknown: {'; '.join(unknown)}; the peers are {known}")
     return tuple(chosen)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from accelz.discovery import installed
 from benchmarks import step
-from benchmarks.compiled_peers import EAGER, FSDP2, FSDP2_AUTOCAST, NOT_FUSED, PEERS
+from benchmarks.compiled_peers import EAGER, FSDP2, FSDP2_AUTOCAST, NOT_FUSED, ONE_AHEAD, PEERS
 from benchmarks.link import limited
 from benchmarks.result import Result, ratio
 
@@ -28,8 +28,9 @@ class CompiledOptions:
     """Options of the benchmark.
 
     device: the accelz backend. batch: sequences per rank. steps: timed steps in a turn. peers: some of
-    `compiled_peers.PEERS`. link: Gbit/s that the ranks' loopback carries in all; None for no limit. limit:
-    seconds that one call may take. within: seconds after which no further round begins; None for no limit.
+    `compiled_peers.PEERS` and `FLOAT8`. link: Gbit/s that the ranks' loopback carries in all; None for no
+    limit. limit: seconds that one call may take. within: seconds after which no further round begins; None
+    for no limit.
     """
 
     device: str = "cpu"
@@ -96,6 +97,7 @@ def _row(row: dict[str, Any], rows: dict[str, dict[str, Any]], peaks: dict[str, 
     return row | {
         "to_unfused": _to(row, rows.get(NOT_FUSED)),
         "to_eager": _to(row, rows.get(EAGER)),
+        "to_one_ahead": _to(row, rows.get(ONE_AHEAD)),
         "to_fsdp2": _to(row, rows.get(FSDP2)),
         "to_fsdp2_autocast": _to(row, rows.get(FSDP2_AUTOCAST)),
         "gathered_bytes": moved.get("all_gather"),

@@ -18,11 +18,15 @@ from benchmarks.machine import generates_code
 from benchmarks.model import Decoder
 from benchmarks.peers import ADAMW, Peer, Setting, TorchPeer, build_fsdp2
 
+Products = Literal["tensorwise", "rowwise"]
+
 ROOMY = 1 << 30  # bytes; enough for every unit
 
 
 class AutocastPeer(Peer):
-    """zero at stage 3 with fp32 parameters under bf16 autocast. gather_dtype: as in `zero.Config`."""
+    """zero at stage 3 with fp32 parameters under bf16 autocast. gather_dtype: as in `zero.Config`.
+    products: the scales with which blocks' layers multiply in float8, as torchao names them; None: in bf16.
+    """
 
     def __init__(
         self,
@@ -30,7 +34,10 @@ class AutocastPeer(Peer):
         setting: Setting,
         compile: zero.Compile | None,
         gather_dtype: Literal["int8", "fp8"] | None = None,
+        products: Products | None = None,
     ) -> None:
+        if products is not None:
+            multiply_in_float8(model, products)
         accelerator = accelz.current()
         if accelerator.device.type == "cpu":
             accelerator.collectives = GlooLanes()
@@ -77,10 +84,20 @@ def build_fsdp2_compiled(model: Decoder, setting: Setting) -> Peer:
     return peer
 
 
-NOT_FUSED, EAGER = "zero3, all ahead, not fused", "zero3, eager"
+def multiply_in_float8(model: Decoder, products: Products) -> None:
+    """Have torchao convert the blocks' layers; the head's logits stay in bf16. With scales of whole
+    matrices the weights travel as the codes that are multiplied."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    travels = {"enable_fsdp_float8_all_gather": True} if products == "tensorwise" else {}
+    config = replace(Float8LinearConfig.from_recipe_name(products), **travels)
+    convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: name != "head")
+
+
+NOT_FUSED, EAGER, ONE_AHEAD = "zero3, all ahead, not fused", "zero3, eager", "zero3, one ahead"
 FSDP2, FSDP2_AUTOCAST = "fsdp2, compiled", "fsdp2, compiled, autocast"
 PEERS: dict[str, Callable[[Decoder, Setting], Peer]] = {
-    "zero3, one ahead": partial(AutocastPeer, compile=zero.Compile()),
+    ONE_AHEAD: partial(AutocastPeer, compile=zero.Compile()),
     "zero3, all ahead": partial(AutocastPeer, compile=zero.Compile(prefetch_budget=ROOMY)),
     NOT_FUSED: partial(AutocastPeer, compile=zero.Compile(prefetch_budget=ROOMY, fuse_casts=False)),
     "zero3, persistent": partial(
@@ -94,3 +111,9 @@ PEERS: dict[str, Callable[[Decoder, Setting], Peer]] = {
     FSDP2: build_fsdp2_compiled,
     FSDP2_AUTOCAST: build_fsdp2_autocast,
 }
+FLOAT8: dict[str, Callable[[Decoder, Setting], Peer]] = {
+    "zero3, float8 tensorwise": partial(AutocastPeer, compile=zero.Compile(), products="tensorwise"),
+    "zero3, float8 rowwise": partial(AutocastPeer, compile=zero.Compile(), products="rowwise"),
+    "zero3, float8 tensorwise, eager": partial(AutocastPeer, compile=None, products="tensorwise"),
+}
+"""Peers that need torchao, and compute something else: their losses are compared by `loss_curves`."""

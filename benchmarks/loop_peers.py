@@ -1,4 +1,5 @@
-"""zero at stage 3 in two loops: one that the engine counts, and PyTorch's own, with and without clipping."""
+"""zero at stage 3 in two loops: one that the engine counts, and PyTorch's own, with and without clipping;
+and with the optimizer's part of a step as a graph of the device."""
 
 from __future__ import annotations
 
@@ -45,4 +46,5 @@ PEERS: dict[str, Callable[[Decoder, Setting], Peer]] = {
     "zero3-loop": partial(LoopPeer, clips=False),
     "zero3-counted-clip": partial(ZeroPeer, stage=3, gradient_accumulation_steps=1, clip_norm=LIMIT),
     "zero3-loop-clip": partial(LoopPeer, clips=True),
+    "zero3-captured": partial(ZeroPeer, stage=3, capture_step=True),
 }

@@ -29,8 +29,14 @@ SIZES = {
     "medium": Shape(layers=8, width=512, heads=8, hidden=1376, vocabulary=8192),
     "large": Shape(layers=12, width=768, heads=12, hidden=2048, vocabulary=8192),
     "huge": Shape(layers=16, width=2048, heads=16, hidden=5504, vocabulary=32768),
+    "1b": Shape(layers=24, width=2048, heads=16, hidden=5504, vocabulary=32768),
+    "3b": Shape(layers=26, width=3072, heads=24, hidden=8192, vocabulary=32768),
+    "7b": Shape(layers=36, width=4096, heads=32, hidden=11008, vocabulary=32768),
+    "9b": Shape(layers=44, width=4096, heads=32, hidden=11008, vocabulary=32768),
+    "13b": Shape(layers=64, width=4096, heads=32, hidden=11008, vocabulary=32768),
 }
-"""Models of 0.1 M parameters (for tests), 5 M, 34 M, 98 M, and 0.94 G for an accelerator."""
+"""Models of 0.1 M parameters (for tests), 5 M, 34 M, 98 M; and, for an accelerator, of 0.94 G, 1.35 G, 3.1 G,
+7.6 G, 9.2 G and 13.2 G."""
 
 
 class Attention(nn.Module):
@@ -69,7 +75,8 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The model. Takes inputs and targets [batch, length] (int64) and returns their mean loss."""
+    """The model. Takes inputs and targets [batch, length] (int64), at most as long as it is made for,
+    and returns their mean loss."""
 
     cos: Tensor
     sin: Tensor
@@ -87,7 +94,8 @@ class Decoder(nn.Module):
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         x = self.embedding(inputs)
-        rotation = (self.cos.to(x.dtype), self.sin.to(x.dtype))
+        length = inputs.shape[1]
+        rotation = (self.cos[:length].to(x.dtype), self.sin[:length].to(x.dtype))
         for block in self.blocks:
             x = block(x, rotation)
         return F.cross_entropy(self.head(self.norm(x)).float().flatten(0, 1), targets.flatten())

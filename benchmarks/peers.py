@@ -129,29 +129,31 @@ class ZeroPeer(Peer):
     ) -> None:
         config = {"precision": setting.precision, "timeout": setting.timeout, **config}
         optimizers = optimizers_of(model, setting)
-        self._engine = zero.initialize(model, optimizers, zero.Config(**config), mesh=mesh, data_dims=dims)
-        self._engine.traffic.clear()
+        self.engine = zero.initialize(model, optimizers, zero.Config(**config), mesh=mesh, data_dims=dims)
+        self.engine.traffic.clear()
 
     def step(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        loss: Tensor = self._engine(inputs, targets)
-        self._engine.backward(loss)
-        self._engine.step()
+        loss: Tensor = self.engine(inputs, targets)
+        self.engine.backward(loss)
+        self.engine.step()
         return loss.detach()
 
     def traffic(self) -> dict[str, int]:
-        return dict(self._engine.traffic.bytes)
+        return dict(self.engine.traffic.bytes)
 
     def weights(self) -> list[Tensor]:
         """The whole masters, which all ranks ask for together."""
-        return [value for value in self._engine.state_dict(master=True).values() if isinstance(value, Tensor)]
+        return [value for value in self.engine.state_dict(master=True).values() if isinstance(value, Tensor)]
 
 
 class DeepSpeedPeer(Peer):
-    def __init__(self, model: Decoder, setting: Setting) -> None:
+    """host: whether parameters and optimizer state are there."""
+
+    def __init__(self, model: Decoder, setting: Setting, host: bool = False) -> None:
         import deepspeed  # type: ignore[import-not-found,unused-ignore]
 
         deepspeed.init_distributed(_library(), timeout=timedelta(seconds=setting.timeout))
-        self._engine, *_ = deepspeed.initialize(model=model, config=_deepspeed_config(setting))
+        self._engine, *_ = deepspeed.initialize(model=model, config=_deepspeed_config(setting, host))
 
     def step(self, inputs: Tensor, targets: Tensor) -> Tensor:
         loss: Tensor = self._engine(inputs, targets)
@@ -211,7 +213,9 @@ PEERS: dict[str, Callable[[Decoder, Setting], Peer]] = {
 }
 """Every peer by name, in the order of the report."""
 
-REQUIRES = {"deepspeed3": "deepspeed"}
+DEEPSPEED_HOST = "deepspeed3-host"  # among the peers of `offload_peers`
+
+REQUIRES = {"deepspeed3": "deepspeed", DEEPSPEED_HOST: "deepspeed"}
 """Peers that need a package of benchmarks/requirements-peers.txt, and that package."""
 
 
@@ -263,12 +267,14 @@ def _torch_optimizers(model: nn.Module, setting: Setting) -> Sequence[torch.opti
     return [Masters(model, setting)] if setting.precision == "bf16" else optimizers_of(model, setting)
 
 
-def _deepspeed_config(setting: Setting) -> dict[str, Any]:
+def _deepspeed_config(setting: Setting, host: bool) -> dict[str, Any]:
+    away = {"device": "cpu", "pin_memory": True}
+    offload = {"offload_optimizer": away, "offload_param": away} if host else {}
     return {
         "train_micro_batch_size_per_gpu": setting.batch,
-        "zero_optimization": {"stage": 3},
+        "zero_optimization": {"stage": 3, **offload},
         "bf16": {"enabled": setting.precision == "bf16"},
-        "optimizer": {"type": "AdamW", "params": {**ADAMW, "torch_adam": True, "adam_w_mode": True}},
+        "optimizer": {"type": "AdamW", "params": {**ADAMW, "torch_adam": not host, "adam_w_mode": True}},
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 1 << 30,
     }

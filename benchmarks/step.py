@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 import psutil  # type: ignore[import-untyped]
 
-from benchmarks import memory, offload_peers, peers
+from benchmarks import compiled_peers, memory, offload_peers, peers
 from benchmarks.hosts import Hosts, two_hosts
 from benchmarks.job import LAUNCH_LIMIT, Job, JobError
 from benchmarks.model import SIZES, activation_bytes, count_parameters
@@ -45,6 +45,7 @@ REFERENCES = (
     "fsdp2",
     "fsdp2-host",
     "fsdp2-hsdp",
+    "deepspeed3-host",
     "zero3",
 )  # peers whose time all others are compared with
 
@@ -152,8 +153,10 @@ def check_losses(losses: dict[str, list[float]]) -> None:
 
 
 def _comparable(records: dict[str, Record], ranks: int) -> dict[str, list[float]]:
-    """The losses of peers that train on the same batches: `plain` has its own rank's alone."""
-    return {name: record.losses for name, record in records.items() if name != "plain" or ranks == 1}
+    """The losses of peers that train on the same batches, in about the same arithmetic: `plain` has its own
+    rank's alone."""
+    others = {*compiled_peers.FLOAT8, *(("plain",) if ranks > 1 else ())}
+    return {name: record.losses for name, record in records.items() if name not in others}
 
 
 def launch(name: str, options: StepOptions, hosts: Hosts | None = None) -> Job:
@@ -242,6 +245,7 @@ def _row(name: str, records: dict[str, Record]) -> dict[str, Any]:
         **spread(steps),
         **{f"to_{other}": _to(record, records.get(other)) for other in REFERENCES},
         "rank_bytes": record.peak and record.peak.rank,
+        "peak_to_fsdp2": _peak_to(record, records.get("fsdp2")),
         "node_bytes": record.peak and record.peak.node,
         "moved_bytes": record.moved if record.moved is None else sum(record.moved.values()),
         "moved": record.moved,
@@ -256,6 +260,10 @@ def _row(name: str, records: dict[str, Record]) -> dict[str, Any]:
 def _to(record: Record, other: Record | None) -> float | None:
     """The ratio of the medians of each round."""
     return None if other is None else ratio(record.medians, other.medians)
+
+
+def _peak_to(record: Record, other: Record | None) -> float | None:
+    return record.peak.rank / other.peak.rank if record.peak and other and other.peak else None
 
 
 def _loss_error(record: Record, reference: Record | None) -> float | None:

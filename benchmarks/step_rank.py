@@ -57,7 +57,7 @@ class StepRank:
         batches = model.make_batches(self._size, self._setting.batch, self._length, rank, POOL)
         self._batches = [(x.to(accelerator.device), y.to(accelerator.device)) for x, y in batches]
         zeros = mesh_peers.PEERS | loop_peers.PEERS | offload_peers.PEERS | compiled_peers.PEERS
-        every = peers.PEERS | zeros | host_peers.PEERS
+        every = peers.PEERS | zeros | compiled_peers.FLOAT8 | host_peers.PEERS
         make = every[self._name]
         with accelerator.device:  # on a host, random numbers for a large model take half a minute
             network = model.build(self._size, self._length)
@@ -92,10 +92,11 @@ class StepRank:
         accelerator.bind(int(os.environ["LOCAL_RANK"]))
         return accelerator
 
-    def _step(self) -> Tensor:
-        inputs, targets = self._batches[self._steps % POOL]
+    def _step(self, length: int | None = None) -> Tensor:
+        """length: tokens of each sequence that are used, from the first; None for all."""
+        batch = self._batches[self._steps % POOL]
         self._steps += 1
-        return self._peer.step(inputs, targets)
+        return self._peer.step(*(batch if length is None else (t[:, :length].contiguous() for t in batch)))
 
     def traffic(self) -> dict[str, float] | None:
         """Bytes per step by kind of collective; None if the peer does not count."""

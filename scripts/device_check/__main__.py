@@ -5,9 +5,8 @@ needs pytest and pytest-timeout, and what zero depends on; `--wheels` brings wha
 device-check.json, device-check.md and device-check.log.
 
 Where a machine is to be had for minutes at a time, divide the steps and give each call a limit under them:
-  scripts/device-check cuda --limit 570 --steps info,shared,conformance,kernels,bandwidth --out runs/1
-  scripts/device-check cuda --limit 570 --steps shared,engine --out runs/2
-  scripts/device-check cuda --limit 570 --steps step,offload --out runs/3
+  scripts/device-check cuda --limit 570 --within 60 --plan first --out runs/1
+  scripts/device-check cuda --limit 570 --within 60 --plan compiled --out runs/2
   scripts/device-check --join runs/*/device-check.json --out runs/all
 """
 
@@ -28,18 +27,19 @@ from pathlib import Path
 from scripts.device_check import native, report, tree
 from scripts.device_check.outcome import Outcome
 from scripts.device_check.plan import Plan
-from scripts.device_check.steps import STEPS, attempt
+from scripts.device_check.steps import PLANS, STEPS, attempt
 
 HARDWARE_SECONDS = 120
 HARDWARE = """
 import platform, torch, accelz
-kind = accelz.use({0!r}).device.type
-name = getattr(torch.get_device_module(kind), "get_device_name", platform.processor)
-print(name() or platform.machine())
+accelerator = accelz.use({0!r})
+name = getattr(torch.get_device_module(accelerator.device.type), "get_device_name", platform.processor)
+print(accelerator.device_count(), name() or platform.machine())
 """
 MOST_WORKERS = 8
+SHARED_DEVICE = "ACCELZ_CUDA_SHARED_DEVICE"
 DEFAULTS = {
-    "ACCELZ_CUDA_SHARED_DEVICE": "1",
+    SHARED_DEVICE: "1",
     "ACCELZ_PATIENCE": "2",
     "NCCL_DEBUG": "WARN",
     "TORCHINDUCTOR_COMPILE_THREADS": "4",
@@ -88,14 +88,17 @@ def _run(options: argparse.Namespace, deadline: float) -> list[Outcome]:
             options.within,
             deadline,
         )
-        about = report.context(options.device, _hardware(plan), library)
+        hardware, count = _hardware(plan)
+        about = report.context(options.device, hardware, library)
+        if count >= plan.ranks:
+            plan = replace(plan, devices=count, environment={**plan.environment, SHARED_DEVICE: "0"})
         for name in options.steps:
             outcomes.append(attempt(name, plan))
             _show(outcomes[-1])
             report.write(options.out, about, outcomes)
             if name == "shared" and not outcomes[-1].ok and plan.ranks > 1:
                 print(f"{'':<12} ranks cannot share the device: the rest runs on one rank", flush=True)
-                alone = {**plan.environment, "ACCELZ_CUDA_SHARED_DEVICE": "0"}
+                alone = {**plan.environment, SHARED_DEVICE: "0"}
                 plan = replace(plan, ranks=1, environment=alone)
     return outcomes
 
@@ -122,6 +125,13 @@ def _arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "--steps", type=_steps, default=list(STEPS), help=f"comma-separated, some of {','.join(STEPS)}"
     )
+    parser.add_argument(
+        "--plan",
+        dest="steps",
+        type=_planned,
+        help="the steps of one call: "
+        + "; ".join(f"{name} ({steps.replace(',', ', ')})" for name, steps in PLANS.items()),
+    )
     parser.add_argument("--limit", type=float, default=math.inf, help="time limit for everything, in seconds")
     parser.add_argument(
         "--tests", nargs="+", default=[], help="for the step engine: files or folders of tests"
@@ -137,7 +147,7 @@ def _arguments() -> argparse.ArgumentParser:
         "--within",
         type=float,
         default=180.0,
-        help="for the steps step and offload: seconds after which no further round begins (180)",
+        help="for the steps that compare peers: seconds after which no further round begins (180)",
     )
     parser.add_argument("-k", default="", help="for the step engine: an expression for pytest's -k")
     parser.add_argument(
@@ -159,13 +169,20 @@ def _steps(names: str) -> list[str]:
     return chosen
 
 
-def _hardware(plan: Plan) -> str:
-    """The device's own name, or the host's processor if it has none."""
+def _planned(name: str) -> list[str]:
+    if name not in PLANS:
+        raise argparse.ArgumentTypeError(f"unknown: {name}; the plans are {', '.join(PLANS)}")
+    return _steps(PLANS[name])
+
+
+def _hardware(plan: Plan) -> tuple[str, int]:
+    """The device's own name, or the host's processor if it has none; and how many there are."""
     try:
         done = plan.run("hardware", HARDWARE_SECONDS, "-c", HARDWARE.format(plan.device))
     except subprocess.TimeoutExpired:
-        return "hardware that does not answer"
-    return done.stdout.strip().rpartition("\n")[2] or "unknown hardware"
+        return "hardware that does not answer", 1
+    count, _, name = done.stdout.strip().rpartition("\n")[2].partition(" ")
+    return (name, int(count)) if count.isdigit() else ("unknown hardware", 1)
 
 
 def _show(outcome: Outcome) -> None:

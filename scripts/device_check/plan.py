@@ -23,6 +23,7 @@ class Plan:
     to see that it works. ranks: how many may share the device. tests, only: which of the engine's tests, as
     pytest's paths and `-k`. workers: how many processes run the engine's tests side by side. within: seconds
     after which no comparison begins a further round. deadline: of the whole run, by time.monotonic().
+    devices: how many there are.
     """
 
     device: str
@@ -36,6 +37,7 @@ class Plan:
     workers: int = 1
     within: float = 180.0
     deadline: float = math.inf
+    devices: int = 1
 
     def run(
         self, name: str, limit: float, *arguments: str, under: tuple[str, ...] = ()

@@ -21,6 +21,14 @@ LIBRARIES = (
     "torch", "triton", "nvidia-nccl-cu13", "nvidia-cuda-nvrtc", "cuda-bindings",
 )  # fmt: skip
 NAME = "device-check"
+RATIOS = {
+    "offload": "to_fsdp2-host",
+    "offload_3b": "to_fsdp2-host",
+    "compiled": "to_fsdp2",
+    "float8": "to_one_ahead",
+    "several": "to_fsdp2",
+}
+"""Of steps that compare peers, the ratio that is shown."""
 
 
 class JoinError(Exception):
@@ -93,12 +101,21 @@ def _details(outcome: Outcome) -> list[str]:
     elif "traceback" in detail:
         lines += ["```", detail["traceback"], "```"]
     elif "rows" in detail:
-        ratio = {"offload": "to_fsdp2-host", "compiled": "to_fsdp2"}.get(outcome.name, "to_plain")
+        ratio = RATIOS.get(outcome.name, "to_plain")
         keys = ("peer", "median", ratio, "rank_bytes", "last_loss", "loss_error")
         lines += [f"Launches: {detail['settings']['launches']}.", *_table(detail["rows"], keys)]
+    elif "measured" in detail:
+        for row in detail["measured"]:
+            lines += [
+                f"- {', '.join(f'{key}: {_cell(value)}' for key, value in row.items() if _short(value))}"
+            ]
     elif "failures" in detail:
         lines += [_failure(f) for f in detail["failures"]]
     return ["", f"## {outcome.name}", "", *lines] if lines else []
+
+
+def _short(value: Any) -> bool:
+    return not isinstance(value, (list, dict))
 
 
 def _table(rows: Sequence[dict[str, Any]], keys: Sequence[str]) -> list[str]:

@@ -17,9 +17,11 @@ import pytest
 from scripts.device_check import native, report, tree
 from scripts.device_check import plan as planning
 from scripts.device_check.__main__ import PYTEST, main
+from scripts.device_check.measures import OF_COPY, below_target
 from scripts.device_check.outcome import Outcome
 from scripts.device_check.plan import LOG, Plan
-from scripts.device_check.steps import OF_COPY, STEPS, attempt, below_target
+from scripts.device_check.running import Target, compare, rows_of
+from scripts.device_check.steps import PLANS, STEPS, attempt
 from scripts.paths import absolute
 
 from accelz.roles.kernels import NAMES
@@ -30,15 +32,22 @@ pytestmark = pytest.mark.slow  # starts programs
 
 ROOT = Path(__file__).resolve().parents[2]
 CALLS = (
-    "info,bits,shared,conformance,kernels,captured,sanitizer,bandwidth",
-    "step,small,compiled,engine,offload",
+    "info,bits,shared,conformance,kernels,captured,sanitizer,bandwidth,registered,several,hooks",
+    "step,small,compiled,engine,offload,offload_3b,lengths,compile_time,float8,curves,largest",
 )
 """The steps of two calls."""
+MEASURED = ("hooks", "lengths", "compile_time", "largest")
 HANGS = """
 import time
 def test_passes(): pass
 def test_fails(): assert "this" == "that"
 def test_hangs(): time.sleep(60)
+"""
+SLOW = """
+import json, sys, time
+with open(sys.argv[sys.argv.index("--json") + 1], "w") as file:
+    json.dump({"rows": [{"way": "first"}]}, file)
+time.sleep(60)
 """
 OPTIONS = """
 def pytest_addoption(parser):
@@ -109,6 +118,15 @@ def test_every_step_runs_and_is_written_down(forking: None, tmp_path: Path) -> N
     assert {"adamw", "quantise", "copy"} <= {row["kernel"] for row in steps["bandwidth"]["detail"]}
     assert {"plain", "zero3"} <= {row["peer"] for row in steps["step"]["detail"]["rows"]}
     assert "zero3-host-params" in {row["peer"] for row in steps["offload"]["detail"]["rows"]}
+    assert "zero3-streamed" in {row["peer"] for row in steps["offload_3b"]["detail"]["rows"]}
+    assert {row["peer"] for row in steps["several"]["detail"]["rows"]} == {"fsdp2", "zero3"}
+    measured = {name: step["detail"]["measured"] for name, step in steps.items() if name in MEASURED}
+    assert {row["way"] for row in measured["compile_time"]} == {"plain", "zero3"}
+    assert all(row["compiling"] > 0 for row in measured["compile_time"])
+    assert {row["peer"] for row in measured["lengths"]} == {"zero3", "fsdp2"}
+    assert measured["lengths"][0]["phases"]["backward"]["parameters"] > 0
+    assert measured["largest"][0]["tokens_per_second"] > 0
+    assert len(measured["hooks"]) == 3
     assert any(row["name"] == "shared_device" for row in steps["shared"]["detail"]["capabilities"])
     assert result["versions"]["torch"]
     table = (whole / "device-check.md").read_text()
@@ -239,7 +257,7 @@ def test_parts_of_a_step_are_joined_and_what_was_repeated_is_replaced(tmp_path: 
 def test_an_unknown_step_is_refused() -> None:
     code, said = device_check("cpu", "--steps", "info,nosuch")
     assert code == 2
-    assert "unknown: nosuch; the steps are info, bits, shared" in said
+    assert "unknown: nosuch; the steps are info, kernels" in said
 
 
 def wheel(folder: Path, name: str, content: str) -> Path:
@@ -290,6 +308,33 @@ def test_why_there_is_no_native_library(
     monkeypatch.setenv("PATH", str(tmp_path))
     assert reason in native.provide(tmp_path, ROOT / tree.NATIVE, tmp_path / "build", None)
     assert not (tmp_path / native.LIBRARY).exists()
+
+
+def test_a_benchmark_that_is_stopped_has_told_its_rows(plan: Plan, tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(SLOW)
+    found = replace(plan, environment={**plan.environment, "PYTHONPATH": str(tmp_path)})
+    rows, ended = rows_of(found, "slow", 4.0, "slow")
+    assert (rows, ended) == ([{"way": "first"}], "stopped after 4 s")
+
+
+def test_targets_that_are_missed_are_told(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of peers that are there."""
+    ratios = {"plain": (1.0, None), "zero3": (1.3, None), "zero2": (0.9, 0.7)}
+    rows = [{"peer": peer, "median": 1.0, "to_plain": a, "to_fsdp2": b} for peer, (a, b) in ratios.items()]
+
+    def ran(self: Plan, name: str, limit: float, *arguments: str) -> subprocess.CompletedProcess[str]:
+        (self.scratch / f"{name}.json").write_text(json.dumps({"results": [{"rows": rows}]}))
+        return subprocess.CompletedProcess([], 0, "")
+
+    monkeypatch.setattr(Plan, "run", ran)
+    targets = (Target("to_plain", 1.02), Target("to_fsdp2", 0.6))
+    told = ["zero3: to_plain = 1.300, target 1.02", "zero2: to_fsdp2 = 0.700, target 0.6"]
+    for quick, misses in ((False, told), (True, [])):
+        assert compare(replace(plan, quick=quick), "mine", "", *targets, peers="").misses == misses
+
+
+def test_every_step_is_planned() -> None:
+    assert {name for steps in PLANS.values() for name in steps.split(",")} == set(STEPS)
 
 
 def test_copies_over_the_link_have_no_target() -> None:
