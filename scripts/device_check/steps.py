@@ -26,7 +26,7 @@ PLANS = {
     "host": "info,offload_3b,largest,offload",
     "several": "info,shared,registered,several,conformance,engine",
 }
-"""Steps of one call each, of which docs/benchmarks-device.md tells about how long they take."""
+"""Steps of one call each, of which docs/device-check.md tells about how long they take."""
 
 
 def attempt(name: str, plan: Plan) -> Outcome:

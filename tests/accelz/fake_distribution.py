@@ -50,7 +50,14 @@ def install(folder: Path, name: str, source: str, distribution: str | None = Non
 def environment(folder: Path, **variables: str) -> dict[str, str]:
     """The process environment with `folder` and the repository importable, and no choice of a device."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith("ACCELZ_")}
-    return {**kept, "PYTHONPATH": os.pathsep.join((str(folder), str(ROOT))), **variables}
+    return {**kept, "PYTHONPATH": importable(folder), **variables}
+
+
+def importable(*folders: str | Path) -> str:
+    """PYTHONPATH with these folders and the repository before what it has: that is where our packages are
+    under device-check, which installs none."""
+    inherited = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    return os.pathsep.join([*map(str, folders), str(ROOT), *inherited])
 
 
 def python(folder: Path, script: str, **variables: str) -> subprocess.CompletedProcess[str]:

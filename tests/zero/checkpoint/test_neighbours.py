@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 import zero
+from tests.accelz.fake_distribution import importable
 from tests.zero.helpers import small_saves
 from zero.checkpoint.save_messages import SaveMessages
 from zero.files.publication import Publication
@@ -213,7 +214,7 @@ def test_checkpoints_of_an_overlays_lower_layer_are_replaced_and_rotate_out(tmp_
     save_small(tmp_path / "lower" / "a", 2)
     save_small(tmp_path / "lower" / "b", 2)
     command = ["unshare", "--mount", "sh", "-c", MOUNTED, sys.executable, ON_AN_OVERLAY]
-    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    environment = {**os.environ, "PYTHONPATH": importable()}
     try:
         done = subprocess.run(
             command, check=False, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
