@@ -72,7 +72,10 @@ def main(
         ):
             job.call("build")
             (found,) = job.call("vary", [length, *lengths])
-            rows.add(peer=name, **found, phases=job.call("attributed")[0])
+            rows.add(peer=name, **found)
+            (phases,) = job.call("attributed")
+            if phases:
+                rows.add(peer=f"{name}, by use", phases=phases)
 
 
 if __name__ == "__main__":

@@ -32,8 +32,9 @@ SMALL = (Target("to_plain", 1.00), Target("to_zero3", 0.80, "zero3-captured"))
 COMPILED = (Target("to_fsdp2", 0.90, "zero3, one"),)
 FLOAT8 = (Target("to_one_ahead", 0.80, "zero3, float8"),)
 """Relative to the same compiled step in bf16."""
-OFFLOAD = (Target("to_fsdp2-host", 1.00, "zero3-host-params"), Target("to_deepspeed3-host", 0.50))
-"""With as much on the host as FSDP2 has, which cannot keep less there; and everywhere beside DeepSpeed."""
+OFFLOAD = (Target("to_fsdp2-host", 1.00, "zero3-host-params"),)
+"""With as much on the host as FSDP2 has, which cannot keep less there."""
+DEEPSPEED = (Target("to_deepspeed3-host", 0.50),)
 SEVERAL = (Target("to_fsdp2", 1.00),)
 RESERVED = 1.05
 """Most bytes that the allocator may take from the device for each that is in use, at both's peaks."""
@@ -53,11 +54,11 @@ FULL_COMPILED = "--ranks 1 --no-memory --size large --length 1024 --batch 2 --ro
 FULL_FLOAT8 = "--ranks 1 --no-memory --size 1b --length 2048 --batch 2 --rounds 2 --steps 6"
 QUICK_COMPILED = "--ranks 1 --no-memory --size tiny --length 16 --batch 1 --rounds 1 --steps 1"
 COMPILED_PEERS = "zero3, one ahead; zero3, eager; fsdp2, compiled; fsdp2, compiled, autocast"
-FLOAT8_PEERS = "zero3, one ahead; zero3, float8 tensorwise; zero3, float8 rowwise"
 FULL_OFFLOAD = "--ranks 1 --size huge --length 2048 --batch 2 --rounds 3 --steps 2"
 FULL_OFFLOAD_3B = "--ranks 1 --size 3b --length 2048 --batch 2 --rounds 1 --steps 4"
 OFFLOAD_PEERS = "fsdp2-host,zero3-host,zero3-host-params,zero3-auto"
-OFFLOAD_3B_PEERS = "fsdp2-host,zero3-host-params,zero3-auto,zero3-streamed,deepspeed3-host"
+OFFLOAD_3B_PEERS = "fsdp2-host,zero3-host-params,zero3-auto,zero3-streamed"
+DEEPSPEED_PEERS = "zero3-host-params,zero3-auto,deepspeed3-host"
 FULL_BITS = "--size small --length 512 --steps 12"
 QUICK_BITS = "--size tiny --length 16 --steps 3 --modes default"
 FULL_LENGTHS = "--size huge --length 2048 --batch 2 --steps 200"
@@ -163,18 +164,9 @@ def several(plan: Plan) -> Outcome:
     outcome = compare(plan, "several", options, *SEVERAL, peers=_peers(plan, "fsdp2,zero3", "ddp,zero2"))
     if plan.device not in REGISTERED or not outcome.ok:
         return outcome
-    again = compare(
-        with_variable(plan, REGISTERED[plan.device]),
-        "several-registered",
-        options,
-        *SEVERAL,
-        peers="fsdp2,zero3",
-    )
-    outcome.ok &= again.ok
-    outcome.summary += f"; with gradients in registered memory: {again.summary}"
-    outcome.misses += [f"registered: {miss}" for miss in again.misses]
-    outcome.detail["registered"] = again.detail
-    return outcome
+    registering = with_variable(plan, REGISTERED[plan.device])
+    again = compare(registering, "registered", options, *SEVERAL, peers="fsdp2,zero3")
+    return _both(outcome, again, "gradients in registered memory")
 
 
 def compiled(plan: Plan) -> Outcome:
@@ -201,9 +193,13 @@ def float8(plan: Plan) -> Outcome:
     """Time the compiled step with products in float8 beside the same in bf16, where torchao is installed."""
     if lacking := _why_no_float8(plan):
         return Outcome("float8", True, lacking)
+    if plan.quick:
+        peers = "zero3, eager; zero3, float8 tensorwise, eager"
+        return compare(plan, "float8", QUICK_COMPILED, peers=peers, part="compiled")
     options = _full(plan, FULL_FLOAT8, QUICK_COMPILED)
-    peers = "zero3, eager; zero3, float8 tensorwise, eager" if plan.quick else FLOAT8_PEERS
-    return compare(plan, "float8", options, *FLOAT8, peers=peers, part="compiled")
+    pairs = [f"zero3, one ahead; zero3, float8 {scales}" for scales in ("tensorwise", "rowwise")]
+    first, second = (compare(plan, "float8", options, *FLOAT8, peers=p, part="compiled") for p in pairs)
+    return _both(first, second, "rowwise")
 
 
 def curves(plan: Plan) -> Outcome:
@@ -261,13 +257,21 @@ def hooks(plan: Plan) -> Outcome:
 def offload(plan: Plan) -> Outcome:
     """Time a training step at one rank with state on the host, beside FSDP2's CPUOffloadPolicy."""
     peers = "fsdp2-host,zero3-host-params" if plan.quick else OFFLOAD_PEERS
-    return _offloaded(plan, "offload", FULL_OFFLOAD, peers)
+    return _offloaded(plan, "offload", FULL_OFFLOAD, OFFLOAD, peers)
 
 
 def offload_3b(plan: Plan) -> Outcome:
-    """The same at 3 G parameters, by more ways of offloading, and beside DeepSpeed where installed."""
+    """The same at 3 G parameters, by more ways of offloading, and beside FSDP2's."""
     peers = "zero3-auto,zero3-streamed" if plan.quick else OFFLOAD_3B_PEERS
-    return _offloaded(plan, "offload_3b", FULL_OFFLOAD_3B, peers)
+    return _offloaded(plan, "offload_3b", FULL_OFFLOAD_3B, OFFLOAD, peers)
+
+
+def deepspeed(plan: Plan) -> Outcome:
+    """The same beside DeepSpeed's ZeRO-3 with parameters and optimizer state on the host."""
+    if plan.run("deepspeed", 120, "-c", "import deepspeed").returncode:
+        return Outcome("deepspeed", True, "NOT MEASURED: DeepSpeed is not installed; bring it with --wheels")
+    peers = "zero3-host-params,deepspeed3-host" if plan.quick else DEEPSPEED_PEERS
+    return _offloaded(plan, "deepspeed", FULL_OFFLOAD_3B, DEEPSPEED, peers)
 
 
 def largest(plan: Plan) -> Outcome:
@@ -299,10 +303,19 @@ def _host_threads() -> int:
     return max(1, (os.cpu_count() or 1) // 2)
 
 
-def _offloaded(plan: Plan, name: str, full: str, peers: str) -> Outcome:
+def _both(first: Outcome, second: Outcome, what: str) -> Outcome:
+    """One outcome of two comparisons; what: in which the second differs."""
+    first.ok &= second.ok
+    first.summary += f"; {what}: {second.summary}"
+    first.misses += [f"{what}: {miss}" for miss in second.misses]
+    first.detail = {**(first.detail or {}), what: second.detail}
+    return first
+
+
+def _offloaded(plan: Plan, name: str, full: str, targets: tuple[Target, ...], peers: str) -> Outcome:
     options = f"--threads {_host_threads()} {_full(plan, full, f'--ranks 1 {QUICK_STEP}')}"
     wrong = what_is_wrong_with(host_optimizer(plan))
-    outcome = compare(plan, name, options, *OFFLOAD, peers=peers)
+    outcome = compare(plan, name, options, *targets, peers=peers)
     outcome.ok = outcome.ok and not wrong
     outcome.summary = "; ".join([*wrong, outcome.summary])
     return outcome

@@ -24,6 +24,7 @@ NAME = "device-check"
 RATIOS = {
     "offload": "to_fsdp2-host",
     "offload_3b": "to_fsdp2-host",
+    "deepspeed": "to_deepspeed3-host",
     "compiled": "to_fsdp2",
     "float8": "to_one_ahead",
     "several": "to_fsdp2",

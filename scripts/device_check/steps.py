@@ -14,7 +14,8 @@ ORDER = (
     suites.info, suites.kernels, measures.captured, measures.step, measures.small, measures.hooks,
     measures.lengths, suites.shared, suites.conformance, measures.bits, suites.registered, measures.several,
     measures.compiled, measures.float8, measures.curves, measures.compile_time, suites.sanitizer,
-    measures.bandwidth, suites.engine, measures.offload_3b, measures.largest, measures.offload,
+    measures.bandwidth, suites.engine, measures.offload_3b, measures.largest, measures.deepspeed,
+    measures.offload,
 )  # fmt: skip
 STEPS = {f.__name__: f for f in ORDER}
 """The steps by name, the most valuable first in case time runs out."""
@@ -23,7 +24,7 @@ PLANS = {
     "compiled": "info,compiled,float8,curves,compile_time",
     "correct": "info,shared,conformance,registered,bits,sanitizer,bandwidth",
     "engine": "shared,engine",
-    "host": "info,offload_3b,largest,offload",
+    "host": "info,offload_3b,largest,deepspeed,offload",
     "several": "info,shared,registered,several,conformance,engine",
 }
 """Steps of one call each, of which docs/device-check.md tells about how long they take."""

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.slow  # starts programs
 ROOT = Path(__file__).resolve().parents[2]
 CALLS = (
     "info,bits,shared,conformance,kernels,captured,sanitizer,bandwidth,registered,several,hooks",
-    "step,small,compiled,engine,offload,offload_3b,lengths,compile_time,float8,curves,largest",
+    "step,small,compiled,engine,offload,offload_3b,deepspeed,lengths,compile_time,float8,curves,largest",
 )
 """The steps of two calls."""
 MEASURED = ("hooks", "lengths", "compile_time", "largest")
@@ -123,8 +123,8 @@ def test_every_step_runs_and_is_written_down(forking: None, tmp_path: Path) -> N
     measured = {name: step["detail"]["measured"] for name, step in steps.items() if name in MEASURED}
     assert {row["way"] for row in measured["compile_time"]} == {"plain", "zero3"}
     assert all(row["compiling"] > 0 for row in measured["compile_time"])
-    assert {row["peer"] for row in measured["lengths"]} == {"zero3", "fsdp2"}
-    assert measured["lengths"][0]["phases"]["backward"]["parameters"] > 0
+    assert [row["peer"] for row in measured["lengths"]] == ["zero3", "zero3, by use", "fsdp2"]
+    assert measured["lengths"][1]["phases"]["backward"]["parameters"] > 0
     assert measured["largest"][0]["tokens_per_second"] > 0
     assert len(measured["hooks"]) == 3
     assert any(row["name"] == "shared_device" for row in steps["shared"]["detail"]["capabilities"])
