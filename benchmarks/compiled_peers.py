@@ -18,7 +18,7 @@ from benchmarks.machine import generates_code
 from benchmarks.model import Decoder
 from benchmarks.peers import ADAMW, Peer, Setting, TorchPeer, build_fsdp2
 
-Products = Literal["tensorwise", "rowwise"]
+Products = Literal["tensorwise", "rowwise", "tensorwise, codes travel"]
 
 ROOMY = 1 << 30  # bytes; enough for every unit
 
@@ -85,12 +85,13 @@ def build_fsdp2_compiled(model: Decoder, setting: Setting) -> Peer:
 
 
 def multiply_in_float8(model: Decoder, products: Products) -> None:
-    """Have torchao convert the blocks' layers; the head's logits stay in bf16. With scales of whole
-    matrices the weights travel as the codes that are multiplied."""
+    """Have torchao convert the blocks' layers; the head's logits stay in bf16. Weights that travel as the
+    codes that are multiplied are compiled unit by unit, others in one graph."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    travels = {"enable_fsdp_float8_all_gather": True} if products == "tensorwise" else {}
-    config = replace(Float8LinearConfig.from_recipe_name(products), **travels)
+    recipe, _, codes = products.partition(", ")
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    config = replace(config, enable_fsdp_float8_all_gather=bool(codes))
     convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: name != "head")
 
 
@@ -114,6 +115,9 @@ PEERS: dict[str, Callable[[Decoder, Setting], Peer]] = {
 FLOAT8: dict[str, Callable[[Decoder, Setting], Peer]] = {
     "zero3, float8 tensorwise": partial(AutocastPeer, compile=zero.Compile(), products="tensorwise"),
     "zero3, float8 rowwise": partial(AutocastPeer, compile=zero.Compile(), products="rowwise"),
+    "zero3, float8 tensorwise, codes travel": partial(
+        AutocastPeer, compile=zero.Compile(), products="tensorwise, codes travel"
+    ),
     "zero3, float8 tensorwise, eager": partial(AutocastPeer, compile=None, products="tensorwise"),
 }
 """Peers that need torchao, and compute something else: their losses are compared by `loss_curves`."""

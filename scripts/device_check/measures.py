@@ -54,6 +54,8 @@ FULL_COMPILED = "--ranks 1 --no-memory --size large --length 1024 --batch 2 --ro
 FULL_FLOAT8 = "--ranks 1 --no-memory --size 1b --length 2048 --batch 2 --rounds 2 --steps 6"
 QUICK_COMPILED = "--ranks 1 --no-memory --size tiny --length 16 --batch 1 --rounds 1 --steps 1"
 COMPILED_PEERS = "zero3, one ahead; zero3, eager; fsdp2, compiled; fsdp2, compiled, autocast"
+BF16_PEER = "zero3, one ahead"
+FLOAT8_WAYS = ("tensorwise", "rowwise", "tensorwise, codes travel")
 FULL_OFFLOAD = "--ranks 1 --size huge --length 2048 --batch 2 --rounds 3 --steps 2"
 FULL_OFFLOAD_3B = "--ranks 1 --size 3b --length 2048 --batch 2 --rounds 1 --steps 4"
 OFFLOAD_PEERS = "fsdp2-host,zero3-host,zero3-host-params,zero3-auto"
@@ -197,9 +199,15 @@ def float8(plan: Plan) -> Outcome:
         peers = "zero3, eager; zero3, float8 tensorwise, eager"
         return compare(plan, "float8", QUICK_COMPILED, peers=peers, part="compiled")
     options = _full(plan, FULL_FLOAT8, QUICK_COMPILED)
-    pairs = [f"zero3, one ahead; zero3, float8 {scales}" for scales in ("tensorwise", "rowwise")]
-    first, second = (compare(plan, "float8", options, *FLOAT8, peers=p, part="compiled") for p in pairs)
-    return _both(first, second, "rowwise")
+    first, *others = (
+        compare(
+            plan, "float8", options, *FLOAT8, peers=f"{BF16_PEER}; zero3, float8 {scales}", part="compiled"
+        )
+        for scales in FLOAT8_WAYS
+    )
+    for scales, other in zip(FLOAT8_WAYS[1:], others, strict=True):
+        first = _both(first, other, scales)
+    return first
 
 
 def curves(plan: Plan) -> Outcome:

@@ -35,3 +35,12 @@ def test_attention_of_a_vendor(causal: bool) -> None:
     given = (query, query, query, None, 0.0, causal)
     assert operations(call, given, {}, call(*given)) == (1 if causal else 2) * PRODUCT
     assert operations(call, given[:3], {"is_causal": causal}, None) == (1 if causal else 2) * PRODUCT
+
+
+@pytest.mark.host
+@pytest.mark.parametrize("kernel", ATTENTION, ids=str)
+def test_heads_that_share_keys_and_values(kernel: Any) -> None:
+    query, key = (torch.empty(1, heads, LENGTH, WIDTH, device="meta") for heads in (HEADS, 1))
+    backward = "backward" in str(kernel)
+    given = (query, query, key, key) if backward else (query, key, key)
+    assert operations(kernel, given, {}, None) == (5 if backward else 2) * PRODUCT

@@ -99,3 +99,7 @@ class _Partitioner(CustomPartitionerFn):  # type: ignore[misc,unused-ignore]
         """For the key of inductor's cache: what the passes did shows in the graph, which is part of the key
         anyway."""
         return b"zero"
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        """That key holds inductor's settings too, pickled: this one as a word, since it is of one engine."""
+        return str, ("zero",)

@@ -12,23 +12,32 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 
-def _forward(*shapes: Any, **_: Any) -> int:
-    return int(sdpa_flop_count(*shapes[:3]))
+def _forward(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    return int(sdpa_flop_count(query, _all_heads(key, query), _all_heads(value, query)))
 
 
-def _backward(*shapes: Any, **_: Any) -> int:
-    return int(sdpa_backward_flop_count(*shapes[:4]))
+def _backward(gradient: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    return int(sdpa_backward_flop_count(gradient, query, _all_heads(key, query), _all_heads(value, query)))
 
 
-_aten = torch.ops.aten
+def _all_heads(shape: Any, query: Any) -> tuple[int, ...]:
+    """With as many heads as the query, which share those of keys and values: torch 2.11 wants them alike."""
+    return (shape[0], query[1], *shape[2:])
+
+
 ATTENTION = {
-    _aten._scaled_dot_product_flash_attention_for_cpu: _forward,
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _backward,
-    _aten._scaled_dot_product_fused_attention_overrideable: _forward,
-    _aten._scaled_dot_product_fused_attention_overrideable_backward: _backward,
+    getattr(torch.ops.aten, f"_scaled_dot_product_{name}{part}"): formula
+    for name in (
+        "flash_attention_for_cpu",
+        "fused_attention_overrideable",
+        "flash_attention",
+        "efficient_attention",
+        "cudnn_attention",
+    )
+    for part, formula in (("", _forward), ("_backward", _backward))
 }
 """What torch's table lacks, as `FlopCounterMode(custom_mapping=...)` takes it: attention of the host, and of
-devices that are not torch's own."""
+devices that are not torch's own; in torch 2.11, heads of CUDA's attention that share keys and values."""
 _FORMULAS = FlopCounterMode(display=False, custom_mapping=ATTENTION).flop_registry
 
 
