@@ -62,6 +62,7 @@ WAYS = [
     (ScheduleZBVZeroBubble, 2),
     (ScheduleZBVZeroBubble, 3),
 ]
+TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 AT_ONCE = {"dw_builder": lambda: lambda: None}
 WHOLE: dict[Any, Any] = {ScheduleInterleavedZeroBubble: AT_ONCE, ScheduleZBVZeroBubble: AT_ONCE}
 """What has a schedule's stages compute all gradients at once."""
@@ -173,15 +174,19 @@ def zero_bubble_body(context: Context) -> None:
         schedule = schedule_of(ScheduleInterleavedZeroBubble, parts, [0, 1], mesh.get_group("pp"))
         with pytest.raises(error) as refused:
             schedule.step(rows(0, 0), target=torch.ones(ROWS, WIDTH))
-        raised = refused.value  # torch 2.13 wraps what is raised at stage 1
-        told = raised if isinstance(raised, zero.ZeroError) else raised.__cause__
+        told = refused.value if stage == 3 else refused.value.__cause__
         assert isinstance(told, zero.ZeroError)
         assert "GPipe, 1F1B and Interleaved1F1B run; " in str(told)
         del engine
 
 
-def test_what_does_not_run_is_told(cluster: Clusters) -> None:
+def test_gradients_of_weights_by_themselves_are_refused(cluster: Clusters) -> None:
+    if TORCH < (2, 13):
+        pytest.skip("the schedule sends to its own rank, which gloo does not, in torch before 2.13")
     cluster(2).run(zero_bubble_body)
+
+
+def test_what_does_not_run_is_told(cluster: Clusters) -> None:
     for stepped, called in cluster(1).run(refused_body):
         assert "`.grad` was set by something else than a backward: 1.layers.1.weight" in stepped
         assert "begin with none, optimizer.zero_grad(), instead of zeros" in stepped
