@@ -1,7 +1,7 @@
 """`python -m benchmarks.largest`: the largest model that trains, by way of having state on the host.
 
-A way takes the sizes in order, each in a process of its own, until one fails or the host has too little
-memory left: a host that runs out of memory would end more than the benchmark.
+Every size is trained each way, in a process of its own; a way ends with the first that fails, or for which
+the host has too little memory left: a host that runs out of memory would end more than the benchmark.
 """
 
 from __future__ import annotations
@@ -76,10 +76,10 @@ def main(
     """Train each size for a few steps; a row for each, with `error` for the one that did not train."""
     rows = Rows(to, device=device, batch=batch, length=length, threads=threads)
     end = time.monotonic() + within
-    for name in filter(peers.is_installed, names.split(",")):
-        for size in sizes.split(","):
+    for size in sizes.split(","):
+        for name in filter(peers.is_installed, names.split(",")):
             if time.monotonic() > end or any(r["peer"] == name and "error" in r for r in rows.rows):
-                break
+                continue
             about: dict[str, Any] = {"peer": name, "size": size, "parameters": count_parameters(size)}
             setting = peers.Setting("bf16", 1, batch, limit)
             with (

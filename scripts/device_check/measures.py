@@ -49,7 +49,7 @@ COMPILING = 1.2
 FULL_STEP = "--ranks 1 --size huge --length 2048 --batch 2 --rounds 7"
 FULL_SMALL = "--ranks 1 --size large --length 1024 --batch 2 --rounds 9"
 FULL_SEVERAL = "--size huge --length 2048 --batch 2 --rounds 5"
-QUICK_STEP = "--size tiny --length 16 --batch 1 --rounds 1 --no-memory"
+QUICK_STEP = "--ranks 1 --size tiny --length 16 --batch 1 --rounds 1 --no-memory"
 FULL_COMPILED = "--ranks 1 --no-memory --size large --length 1024 --batch 2 --rounds 7"
 FULL_FLOAT8 = "--ranks 1 --no-memory --size 1b --length 2048 --batch 2 --rounds 2 --steps 6"
 QUICK_COMPILED = "--ranks 1 --no-memory --size tiny --length 16 --batch 1 --rounds 1 --steps 1"
@@ -321,7 +321,7 @@ def _both(first: Outcome, second: Outcome, what: str) -> Outcome:
 
 
 def _offloaded(plan: Plan, name: str, full: str, targets: tuple[Target, ...], peers: str) -> Outcome:
-    options = f"--threads {_host_threads()} {_full(plan, full, f'--ranks 1 {QUICK_STEP}')}"
+    options = f"--threads {_host_threads()} {_full(plan, full, QUICK_STEP)}"
     wrong = what_is_wrong_with(host_optimizer(plan))
     outcome = compare(plan, name, options, *targets, peers=peers)
     outcome.ok = outcome.ok and not wrong

@@ -85,7 +85,11 @@ def compare(plan: Plan, name: str, options: str, *targets: Target, peers: str, p
     target; nor have those of a quick run."""
     report = plan.scratch / f"{name}.json"
     arguments = ["--device", plan.device, "--json", str(report), *options.split(), "--peers", peers]
-    done = plan.run(name, LONGEST, "-m", "benchmarks", part, *arguments)
+    report.unlink(missing_ok=True)  # of a comparison before
+    try:
+        done = plan.run(name, LONGEST, "-m", "benchmarks", part, *arguments)
+    except subprocess.TimeoutExpired as error:
+        return Outcome(name, False, f"stopped after {error.timeout:.0f} s")
     if done.returncode or not report.exists():
         return Outcome(name, False, f"failed; see {LOG}")
     result = json.loads(report.read_text(encoding="utf-8"))["results"][0]
