@@ -16,7 +16,7 @@ extern "C" {
 #endif
 
 /* Changes whenever a signature or a meaning below does; the Python side refuses any other value. */
-enum { ACCELZ_ABI = 9 };
+enum { ACCELZ_ABI = 10 };
 
 enum { ACCELZ_FLOAT32, ACCELZ_BFLOAT16, ACCELZ_FLOAT16, ACCELZ_FLOAT64, ACCELZ_INT64, ACCELZ_INT32, ACCELZ_UINT8,
        ACCELZ_INT8, ACCELZ_FLOAT8_E4M3 };
@@ -40,7 +40,8 @@ enum { ACCELZ_CONSTANTS = 8, ACCELZ_MOMENTS_BLOCK = 256 };
 
 /* A step of any optimizer. The fields are those of accelz.updates.Update; what an optimizer does not have is NULL. */
 typedef struct {
-    float *master;    /* read and written, like the moments */
+    float *master;    /* read and written, like the moments; NULL if split */
+    int16_t *remainder; /* of split masters, whose rounding is in weights (BFLOAT16), which is read too; or NULL */
     const void *grad; /* of grad_dtype */
     void *moments[2]; /* of moments_dtype: FLOAT32, BFLOAT16 or UINT8 */
     float *scales[2]; /* of moments in UINT8, which are codes: one for each ACCELZ_MOMENTS_BLOCK of a moment */

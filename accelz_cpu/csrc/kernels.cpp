@@ -32,7 +32,7 @@ const char *accelz_optimizer(int number) { return isa().optimizers[number].name;
 void accelz_step(int optimizer, const accelz_update *update, int threads) {
     const accelz_update &u = *update;
     if (u.skip && *u.skip != 0) {
-        if (u.weights)
+        if (u.weights && u.master)
             accelz_scale_cast(u.weights, u.weights_dtype, u.master, ACCELZ_FLOAT32, nullptr, u.numel, threads);
         return;
     }

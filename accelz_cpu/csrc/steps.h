@@ -175,22 +175,82 @@ inline void keep(const accelz_update &u, const float *__restrict master, size_t 
     (narrow_at_random(rest.values + begin, rest.wide, noise, n), ...);
 }
 
+// Masters as a step has them, a tile at a time, in fp32: where they are, or joined of weights and remainders, as in
+// accelz.updates.
+
+struct Whole {
+    const accelz_update &u;
+
+    template <size_t SIZE>
+    void prefetch(size_t begin) const {
+        prefetch_tile<SIZE>(u.master + begin);
+        if (u.weights) prefetch_tile<SIZE>((const uint16_t *)u.weights + begin);
+    }
+    float *open(size_t begin, size_t) const { return u.master + begin; }
+    void close(size_t begin, size_t n) const {
+        if (!u.weights) return;
+        with_type(u.weights_dtype, [&](auto *type) { narrow((decltype(type))u.weights + begin, u.master + begin, n); });
+    }
+};
+
+template <size_t SIZE>
+struct Split {
+    uint16_t *weights;
+    int16_t *remainder;
+    alignas(64) float wide[SIZE];
+
+    template <size_t>
+    void prefetch(size_t begin) const {
+        prefetch_tile<SIZE>(weights + begin);
+        prefetch_tile<SIZE>(remainder + begin);
+    }
+    float *open(size_t begin, size_t n) {
+        const uint16_t *__restrict upper = weights + begin;
+        const int16_t *__restrict rest = remainder + begin;
+        for (size_t i = 0; i < n; i++) {
+            // What is left beside a weight that was overwritten by 0 must not become a NaN.
+            const int32_t low = (upper[i] & 0x7fffu) || rest[i] > 0 ? rest[i] : 0;
+            wide[i] = bit_cast<float>((uint32_t(upper[i]) << 16) + uint32_t(low));
+        }
+        return wide;
+    }
+    void close(size_t begin, size_t n) const {
+        uint16_t *__restrict upper = weights + begin;
+        int16_t *__restrict rest = remainder + begin;
+        for (size_t i = 0; i < n; i++) {
+            uint32_t bits = bit_cast<uint32_t>(wide[i]);
+            bits -= (bits & 0x1ffffu) == 0x8000u ? 1 : 0;
+            upper[i] = rounded(bit_cast<float>(bits)).bits;
+            rest[i] = int16_t(uint16_t(bits));
+        }
+    }
+};
+
 // For every tile of the shard call tile(prepared, master, gradient in fp32, moments…, n), then write its weights.
-template <size_t SIZE, class Grad, class Prepared, class Tile, class... Moments>
-void step_range(const accelz_update &u, const Grad *grad, size_t begin, size_t end, const Prepared &prepared, Tile tile,
-                Moments... moments) {
+template <size_t SIZE, class Master, class Grad, class Prepared, class Tile, class... Moments>
+void step_tiles(const accelz_update &u, Master master, const Grad *grad, size_t begin, size_t end,
+                const Prepared &prepared, Tile tile, Moments... moments) {
     alignas(64) float scratch[SIZE];
     for (size_t at = begin; at < end; at += SIZE) {
         const size_t n = smaller(SIZE, end - at);
-        prefetch_tile<SIZE>(u.master + at + AHEAD);
+        master.template prefetch<SIZE>(at + AHEAD);
         (moments.prefetch(at + AHEAD), ...);
         prefetch_tile<SIZE>(grad + at + AHEAD);
-        if (u.weights) prefetch_tile<SIZE>((const uint16_t *)u.weights + at + AHEAD);
-        tile(prepared, u.master + at, widen(grad + at, scratch, n), moments.open(at, n)..., n);
-        keep(u, u.master + at, at, n, moments...);
-        if (!u.weights) continue;
-        with_type(u.weights_dtype, [&](auto *type) { narrow((decltype(type))u.weights + at, u.master + at, n); });
+        float *values = master.open(at, n);
+        tile(prepared, values, widen(grad + at, scratch, n), moments.open(at, n)..., n);
+        keep(u, values, at, n, moments...);
+        master.close(at, n);
     }
+}
+
+template <size_t SIZE, class Grad, class Prepared, class Tile, class... Moments>
+void step_range(const accelz_update &u, const Grad *grad, size_t begin, size_t end, const Prepared &prepared, Tile tile,
+                Moments... moments) {
+    if (u.remainder)
+        step_tiles<SIZE>(u, Split<SIZE>{(uint16_t *)u.weights, u.remainder, {}}, grad, begin, end, prepared, tile,
+                         moments...);
+    else
+        step_tiles<SIZE>(u, Whole{u}, grad, begin, end, prepared, tile, moments...);
 }
 
 template <class Grad, class Prepared, class Tile>

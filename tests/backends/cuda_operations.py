@@ -11,7 +11,7 @@ from torch import Tensor
 
 from accelz import Kernels
 from accelz.conformance.steps import usual_step
-from accelz.updates import UPDATES
+from accelz.updates import REMAINDER, UPDATES, split_master
 from accelz_cuda import kernels
 from accelz_cuda.kernels import EntryPoint
 
@@ -53,6 +53,8 @@ def _step(
     scales = tuple(random(device, -(-numel // 256), F32) for _ in names if kept is torch.uint8)
     number, scale, skip = (torch.tensor(value, device=device) for value in (3.0, 0.5, 0.0))
     narrow = None if weights is None else random(device, numel, weights)
+    if weights is REMAINDER:
+        narrow, master = split_master(master)
     update = usual_step(
         kernel, master, random(device, numel, grad), *moments, number=number, grad_scale=scale, skip=skip,
         weights=narrow, scales=scales,

@@ -24,12 +24,12 @@ NAMES = {"adamw": "adamw", "sgd": "sgd", "momentum": "sgd", "lion": "lion"}
 
 class KernelsOfVersion1(Kernels):
     """A subclass's kernels get their arguments one by one. What it leaves to its base are the references, and
-    so are moments in 16 bits, which version 1 did not have."""
+    so are moments in 16 bits and split masters, which version 1 did not have."""
 
     def step(self, update: Update) -> None:
         name = NAMES.get(update.kernel)
         narrow = any(moment.dtype is not update.master.dtype for moment in update.moments)
-        if name is None or narrow or self._owner(name) is KernelsOfVersion1:
+        if name is None or update.is_split or narrow or self._owner(name) is KernelsOfVersion1:
             update.reference(self.chunk)
             return
         _, operands, options = TAKEN[update.kernel]

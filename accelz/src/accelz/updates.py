@@ -22,20 +22,22 @@ from accelz.dynamic_map import BLOCK, SIGNED, UNSIGNED, DynamicMap
 class Update(ABC):
     """One step of one flat shard. All tensors are on one device.
 
-    master: (n,) fp32, updated in place (the reference takes fp64 as well).
+    master: (n,) fp32, updated in place (the reference takes fp64 as well); or (n,) int16, the remainders of
+    masters whose rounding `weights` has: see `joined_master`.
     grad: (n,) fp32, bf16 or fp16, read only and never widened as a whole.
     maximize: step along the gradient, not against it.
     grad_scale: 0-dim fp32 by which the gradient is multiplied (averaging, unscaling, clipping).
     skip: 0-dim fp32; 1 leaves everything unchanged.
     weights: (n,) 16-bit copy of master, written (on a skipped step they hold that copy already and need not
-    be written).
+    be written). Beside remainders they are bf16, and read too.
     step: 0-dim fp32, the number of this step, counted from 1; only for optimizers that count.
     stochastic: round moments in bf16 up or down at random, each with the probability that keeps the mean
     (Gupta et al., 2015, arXiv:1502.02551), by `noise_of`; else to the nearest, ties to even.
     scales: for moments in 8 bits one tensor each, (ceil(n / 256),) fp32, updated with their codes.
     rates: (2,) fp32, contiguous; `lr` and `decay` as a captured step (`Streams.capture`) finds them at each
-    replay, in place of these two numbers. The results have the same bits. Only with an fp32 master.
-    Raises ValueError for codes without scales that fit them, for scales without codes, and for other rates.
+    replay, in place of these two numbers. The results have the same bits. Not with an fp64 master.
+    Raises ValueError for codes without scales that fit them, for scales without codes, for remainders without
+    weights that fit them, and for other rates.
     """
 
     kernel: ClassVar[str]
@@ -64,6 +66,8 @@ class Update(ABC):
     def __post_init__(self) -> None:
         if self.rates is not None:
             _check_rates(self.rates, self.master)
+        if self.is_split:
+            _check_weights(self.weights, self.master)
         if not self.scales and all(moment.dtype is not torch.uint8 for moment in self.moments):
             return
         blocks = -(-self.master.numel() // BLOCK)
@@ -74,6 +78,11 @@ class Update(ABC):
                 f"expected moments that are all torch.uint8, each with {blocks} scales in torch.float32 in "
                 f"`scales`, one for {BLOCK} elements; got moments in {moments}, and scales {scales}"
             )
+
+    @property
+    def is_split(self) -> bool:
+        """Whether `master` has remainders, to be read and written together with `weights`."""
+        return self.master.dtype is REMAINDER
 
     @property
     def decay(self) -> float:
@@ -118,7 +127,7 @@ class Update(ABC):
 
     def split(self, numel: int) -> Iterator[Self]:
         """Yield the updates of successive `numel` elements, the last one of what is left. With moments in 8
-        bits, of so many whole blocks."""
+        bits, of so many whole blocks. Split masters are joined, and split again once the part is stepped."""
         flat = {name: getattr(self, name) for name in ("master", "grad", "weights", *self.moment_names)}
         blocks = max(numel // BLOCK, 1)
         numel = blocks * BLOCK if self.scales else numel
@@ -126,7 +135,15 @@ class Update(ABC):
             part = slice(start, start + numel)
             parts = {name: value[part] for name, value in flat.items() if value is not None}
             scales = tuple(each[turn * blocks : (turn + 1) * blocks] for each in self.scales)
-            yield replace(self, **parts, scales=scales)
+            update = replace(self, **parts, scales=scales)
+            if not update.is_split:
+                yield update
+                continue
+            assert update.weights is not None
+            wide = joined_master(update.weights, update.master)
+            yield replace(update, master=wide, weights=None)
+            for target, value in zip((update.weights, update.master), split_master(wide), strict=True):
+                target.copy_(value if self.skip is None else torch.where(self.skip.bool(), target, value))
 
     def gradient(self) -> Tensor:
         """Return the gradient to descend along: scaled, signed and with `l2`, in the master's precision."""
@@ -304,6 +321,9 @@ UPDATES: dict[str, type[Update]] = {
 }
 """Every optimizer, by the name of its kernel."""
 
+REMAINDER = torch.int16
+"""The dtype of what bf16 weights lack of their fp32 masters."""
+
 _BELOW_BF16 = 0xFFFF
 """The bits of an fp32 that bf16 lacks."""
 
@@ -323,12 +343,46 @@ def noise_of(moment: Tensor, master: Tensor, step: Tensor | None) -> Tensor:
     return h.bitwise_right_shift_(16).bitwise_and_(_BELOW_BF16)
 
 
-def _check_rates(rates: Tensor, master: Tensor) -> None:
-    found = rates.shape, rates.dtype, rates.is_contiguous(), master.dtype
-    if found != ((2,), torch.float32, True, torch.float32):
+def joined_master(weights: Tensor, remainder: Tensor) -> Tensor:
+    """Return the fp32 masters, (n,), whose bf16 rounding is `weights`: their bits are those of the weight as
+    fp32, plus the remainder.
+
+    weights: (n,) bf16. remainder: (n,) int16, by `split_master`. Any other weight gives a value that rounds
+    to it or, halfway to a neighbour, to that one: what is left of a remainder does not harm weights that were
+    overwritten. At a weight of zero only positive remainders count.
+    """
+    upper = weights.view(torch.int16).to(torch.int32)
+    rest = torch.where(weights == 0, remainder.clamp(min=0), remainder).to(torch.int32)
+    return upper.bitwise_left_shift_(16).add_(rest).view(torch.float32)
+
+
+def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
+    """Return fp32 masters, (n,), as bf16 weights and int16 remainders, which `joined_master` puts together.
+
+    The weights are rounded to the nearest, ties to even. Of a tie that is rounded down, one in 131,072
+    values, the remainder would be 2**15, which int16 lacks: it is 2**15 - 1, and the master one unit in the
+    last place nearer to zero. All others are kept, bit for bit; a NaN stays one.
+    """
+    bits = master.view(torch.int32)
+    bits = bits - (bits & 0x1FFFF).eq(0x8000).to(torch.int32)
+    return bits.view(torch.float32).to(torch.bfloat16), bits.to(REMAINDER)
+
+
+def _check_weights(weights: Tensor | None, remainder: Tensor) -> None:
+    if weights is None or (weights.dtype, weights.shape) != (torch.bfloat16, remainder.shape):
+        found = "none" if weights is None else f"{weights.dtype} of shape {tuple(weights.shape)}"
         raise ValueError(
-            "expected contiguous rates of shape (2,) in torch.float32, for lr and decay, and a master in "
-            f"torch.float32; got {rates.dtype} of shape {tuple(rates.shape)} and strides {rates.stride()}, "
+            f"expected, beside a master in {REMAINDER}, `weights` in torch.bfloat16 of its shape "
+            f"{tuple(remainder.shape)}: the master is the remainder of these; got {found}"
+        )
+
+
+def _check_rates(rates: Tensor, master: Tensor) -> None:
+    found = rates.shape, rates.dtype, rates.is_contiguous(), master.dtype is torch.float64
+    if found != ((2,), torch.float32, True, False):
+        raise ValueError(
+            "expected contiguous rates of shape (2,) in torch.float32, for lr and decay, and a master not in "
+            f"torch.float64; got {rates.dtype} of shape {tuple(rates.shape)} and strides {rates.stride()}, "
             f"and {master.dtype}"
         )
 

@@ -25,6 +25,8 @@ struct State {
     std::vector<uint8_t> average_codes = std::vector<uint8_t>(N), square_codes = std::vector<uint8_t>(N);
     std::vector<float> average_scales = std::vector<float>(N / ACCELZ_MOMENTS_BLOCK + 1, 0.3f);
     std::vector<float> square_scales = std::vector<float>(N / ACCELZ_MOMENTS_BLOCK + 1, 0.03f);
+    std::vector<uint16_t> upper;     // of split masters
+    std::vector<int16_t> remainder;  // and what these lack
 
     // The same values every time, which take longer to draw than all that is tested takes.
     State() : State(drawn()) {}
@@ -35,7 +37,7 @@ struct State {
     }
 
     explicit State(unsigned seed) : master(N), grad(N), average(N), square(N), weights(N), narrow_grad(N),
-                                    narrow_average(N), narrow_square(N) {
+                                    narrow_average(N), narrow_square(N), upper(N), remainder(N) {
         std::mt19937 generator(seed);
         std::normal_distribution<float> normal;
         for (size_t i = 0; i < N; i++) {
@@ -45,12 +47,14 @@ struct State {
             square[i] = std::fabs(0.01f * normal(generator));
             std::memcpy(&narrow_average[i], reinterpret_cast<const char *>(&average[i]) + 2, 2);
             std::memcpy(&narrow_square[i], reinterpret_cast<const char *>(&square[i]) + 2, 2);
+            std::memcpy(&upper[i], reinterpret_cast<const char *>(&master[i]) + 2, 2);
+            remainder[i] = int16_t(generator());
             average_codes[i] = square_codes[i] = uint8_t(generator());
         }
     }
 
     void step(int optimizer, int threads, int grad_dtype = ACCELZ_FLOAT32, int moments_dtype = ACCELZ_FLOAT32,
-              bool stochastic = false) {
+              bool stochastic = false, bool split = false) {
         const float number = 3;
         accelz_update u{};
         u.master = master.data();
@@ -69,6 +73,11 @@ struct State {
         u.scales[1] = square_scales.data();
         u.stochastic = stochastic;
         u.weights = weights.data();
+        if (split) {
+            u.master = nullptr;
+            u.remainder = remainder.data();
+            u.weights = upper.data();
+        }
         u.step = &number;
         u.numel = N;
         u.grad_dtype = grad_dtype;
@@ -86,7 +95,8 @@ struct State {
         const auto same = [](const std::vector<float> &a, const std::vector<float> &b) {
             return !std::memcmp(a.data(), b.data(), N * sizeof(float));
         };
-        return same(master, o.master) && same(average, o.average) && same(square, o.square) && weights == o.weights &&
+        return same(master, o.master) && same(average, o.average) && same(square, o.square) && weights == o.weights && upper == o.upper &&
+               remainder == o.remainder &&
                narrow_average == o.narrow_average && narrow_square == o.narrow_square &&
                average_codes == o.average_codes && square_codes == o.square_codes &&
                average_scales == o.average_scales && square_scales == o.square_scales;
@@ -120,21 +130,24 @@ TEST(steps_are_the_same_on_every_isa_and_any_threads) {
         }
 }
 
-TEST(steps_with_narrow_moments_are_the_same_on_every_isa_and_any_threads) {
+TEST(steps_with_narrow_state_are_the_same_on_every_isa_and_any_threads) {
     struct Way {
         int moments_dtype;
-        bool stochastic;
+        bool stochastic, split;
     };
     for (int optimizer = 0; accelz_optimizer(optimizer); optimizer++)
-        for (const Way way : {Way{ACCELZ_BFLOAT16, false}, Way{ACCELZ_BFLOAT16, true}, Way{ACCELZ_UINT8, false}}) {
+        for (const Way way : {Way{ACCELZ_BFLOAT16, false, false}, Way{ACCELZ_BFLOAT16, true, true},
+                              Way{ACCELZ_UINT8, false, true}}) {
             State expected;
             CHECK(accelz_use_isa("baseline") == 0);
-            expected.step(optimizer, 1, ACCELZ_BFLOAT16, way.moments_dtype, way.stochastic);
+            expected.step(optimizer, 1, ACCELZ_BFLOAT16, way.moments_dtype, way.stochastic, way.split);
             CHECK(expected.average == State().average);
+            CHECK((expected.remainder == State().remainder) == !way.split);
+            CHECK((expected.master == State().master) == way.split);
             on_every_isa([&] {
                 for (int threads : {1, 3}) {
                     State state;
-                    state.step(optimizer, threads, ACCELZ_BFLOAT16, way.moments_dtype, way.stochastic);
+                    state.step(optimizer, threads, ACCELZ_BFLOAT16, way.moments_dtype, way.stochastic, way.split);
                     CHECK(state == expected);
                 }
             });

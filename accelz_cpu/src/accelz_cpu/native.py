@@ -13,7 +13,7 @@ import torch
 import accelz_cpu
 from accelz.ranks import machine
 
-ABI = 9
+ABI = 10
 LIBRARY = "libaccelz_cpu.so"
 DTYPES = {
     torch.float32: 0,
@@ -38,6 +38,7 @@ class NativeUpdate(Structure):
 
     _fields_ = (
         ("master", c_void_p),
+        ("remainder", c_void_p),
         ("grad", c_void_p),
         ("moments", c_void_p * 2),
         ("scales", c_void_p * 2),

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from accelz import check_blocks
-from accelz.updates import Update
+from accelz.updates import REMAINDER, Update
 from accelz_cpu.kernels import CpuKernels
 from accelz_cpu.native import CODES, DTYPES, FLOATS, NativeUpdate
 
@@ -36,8 +36,9 @@ class NativeKernels(CpuKernels):
         if optimizer is None or not _serves(update, moments):
             super().step(update)
             return
+        master = _pointer(update.master)
         native = NativeUpdate(
-            _pointer(update.master),
+            *((None, master) if update.is_split else (master, None)),
             _pointer(update.grad),
             tuple(map(_pointer, moments)),
             tuple(map(_pointer, update.scales)),
@@ -131,11 +132,11 @@ class NativeKernels(CpuKernels):
 def _serves(update: Update, moments: Sequence[Tensor]) -> bool:
     """Whether the library takes the tensors of a step."""
     return (
-        update.master.dtype is torch.float32
+        update.master.dtype in (torch.float32, REMAINDER)
         and update.rates is None  # they are for graphs, and the host has none
         and {moment.dtype for moment in moments} in _MOMENTS
-        and _flat(update.master, update.grad, update.weights, *update.scales)
-        and all(map(_dense, moments))
+        and _flat(update.grad, update.weights, *update.scales)
+        and all(map(_dense, (update.master, *moments)))
         and _one_value(update.step, update.grad_scale, update.skip)
     )
 

@@ -137,11 +137,12 @@ class CudaKernels(Kernels):
         """Return the kernel that can make a step, or None if the reference has to."""
         master, weights, moments = update.master, update.weights, update.moments
         dtype = moments[0].dtype if moments else kernels.F32
-        dtypes = (update.grad.dtype, None if weights is None else weights.dtype, dtype)
+        kept = None if weights is None else weights.dtype
+        dtypes = (update.grad.dtype, master.dtype if update.is_split else kept, dtype)
         entry = kernels.STEPS.get(update.kernel, {}).get(dtypes)
         fits = (
             entry is not None
-            and master.dtype is torch.float32
+            and (update.is_split or master.dtype is torch.float32)
             and all(moment.dtype is dtype for moment in moments)
             and self._serves(entry, master, update.grad, *update.moments, weights)
             and all(self._serves(entry, s) and s.dtype is kernels.F32 for s in update.scales)

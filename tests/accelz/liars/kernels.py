@@ -84,6 +84,15 @@ class RateForgotten(CpuKernels):
         super().step(dataclasses.replace(update, lr=1e-2) if own else update)
 
 
+class RemaindersForgotten(CpuKernels):
+    """Masters are stepped as if they had no more bits than the weights."""
+
+    def step(self, update: Update) -> None:
+        super().step(update)
+        if update.is_split:
+            update.master.zero_()
+
+
 class RatesForgotten(Kernels):
     """A replay has the learning rate of the capture."""
 

@@ -72,6 +72,7 @@ from .kernels import (
     OverflowMissed,
     RateForgotten,
     RatesForgotten,
+    RemaindersForgotten,
     Saturating,
     ScratchKept,
     ShortTable,
@@ -305,6 +306,7 @@ ROUNDS: dict[str, dict[str, Lie]] = {
             "Kernels.step", "test_step[momentum", "kernels", HalfWeightsForgotten
         ),
         "a learning rate is forgotten": Lie("Kernels.step", "test_step[lion", "kernels", RateForgotten),
+        "remainders are forgotten": Lie("Kernels.step", "test_step[sgd", "kernels", RemaindersForgotten),
         "a grid is small": Lie("Kernels.dequantise", "no_element_is_too_far", "kernels", SmallGrid),
         "a cast saturates": Lie("Kernels.scale_cast", "scale_cast_overflows", "kernels", Saturating),
         "a beta is forgotten": Lie("Kernels.step", "test_step[adamw", "kernels", BetaForgotten),

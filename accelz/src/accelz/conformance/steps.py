@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from accelz.dynamic_map import BLOCK
-from accelz.updates import UPDATES, Update
+from accelz.updates import UPDATES, Update, joined_master, split_master
 
 SIZES = (0, 1, 3, 17, 1023, 70_001)
 OFFSETS = (0, 1, 3)
@@ -117,6 +117,7 @@ class StepCase:
     skip: float | None = None
     weights_dtype: torch.dtype | None = None
     moments_dtype: torch.dtype = torch.float32
+    split: bool = False
     special: float | None = None
 
     @property
@@ -134,7 +135,7 @@ class StepCase:
         return self.moments_dtype is torch.uint8
 
     def inputs(self) -> dict[str, Tensor]:
-        """Host tensors: master, grad, the moments, and in 8 bits then the scales of each."""
+        """Host tensors: master (or remainders), grad, the moments, and in 8 bits then the scales of each."""
         names = UPDATES[self.kernel].moment_names
         generator = torch.Generator().manual_seed(self.numel + self.offset)
         master, gradient, *rows = torch.randn(2 + len(names), self.numel, generator=generator)
@@ -149,12 +150,25 @@ class StepCase:
             wide = tuple(codes for codes, _ in coded)
             scales = {scales_of(name): each for name, (_, each) in zip(names, coded, strict=True)}
         moments = (moment.to(self.moments_dtype) for moment in wide)
+        master = split_master(master)[1] if self.split else master
         return {"master": master, "grad": grad, **dict(zip(names, moments, strict=True)), **scales}
 
-    def values(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What master and moments stand for. state: by the names of `inputs`."""
+    def weights(self) -> Tensor | None:
+        """What the 16-bit weights are before the step; None where there are none."""
+        if self.split:
+            return split_master(replace(self, split=False).inputs()["master"])[0]
+        if self.weights_dtype is None:
+            return None
+        before = self.inputs()["master"] if self.skip else torch.zeros(self.numel)
+        return before.to(self.weights_dtype)
+
+    def values(self, state: Mapping[str, Tensor], weights: Tensor | None = None) -> dict[str, Tensor]:
+        """What master and moments stand for. state: by the names of `inputs`. weights: beside remainders."""
         names = UPDATES[self.kernel].moment_names
         found = {name: state[name] for name in ("master", *names)}
+        if self.split:
+            assert weights is not None
+            found["master"] = joined_master(weights, state["master"])
         if self.coded:
             for name, each in zip(names, UPDATES[self.kernel].maps(), strict=True):
                 found[name] = each.decode(state[name], state[scales_of(name)])
@@ -171,7 +185,7 @@ class StepCase:
     def exact(self) -> dict[str, Tensor]:
         """Master and moments after the same step in float64."""
         inputs = self.inputs()
-        w, *moments = (value.double() for value in self.values(inputs).values())
+        w, *moments = (value.double() for value in self.values(inputs, self.weights()).values())
         g = inputs["grad"].double()
         settings = {**self.paper.settings, **self.settings}
         g = (
@@ -226,6 +240,7 @@ def _cases(kernel: str) -> Iterator[tuple[str, StepCase]]:
         yield f"weights {dtype}", StepCase(kernel, offset=1, weights_dtype=dtype)
     if UPDATES[kernel].moment_names:
         yield from _with_narrow_moments(kernel)
+    yield from _with_split_masters(kernel)
     for number in (1, 2, 10_000) if UPDATES[kernel].counts else ():
         yield f"step {number}", StepCase(kernel, number=number)
     settings: dict[str, Settings] = {
@@ -263,6 +278,19 @@ def _with_narrow_moments(kernel: str) -> Iterator[tuple[str, StepCase]]:
     for name, dtype in (("bf16", torch.bfloat16), ("in 8 bits", torch.uint8)):
         skipped = StepCase(kernel, skip=1.0, special=NAN, moments_dtype=dtype)
         yield f"moments {name}, skip 1, NaN", skipped
+
+
+def _with_split_masters(kernel: str) -> Iterator[tuple[str, StepCase]]:
+    split = StepCase(kernel, weights_dtype=torch.bfloat16, split=True)
+    for numel, offset in ((0, 0), (3, 1), (1023, 0), (70_001, 3)):
+        yield f"split, {numel} elements at offset {offset}", replace(split, numel=numel, offset=offset)
+    yield "split, skip 1, NaN", replace(split, skip=1.0, special=NAN)
+    everything = replace(split, offset=1, grad_dtype=torch.bfloat16, number=17, grad_scale=0.5, skip=0.0)
+    kinds = (torch.float32, torch.bfloat16, torch.uint8) if UPDATES[kernel].moment_names else (torch.float32,)
+    for dtype in kinds:
+        stochastic = {"stochastic": dtype is torch.bfloat16}
+        case = replace(everything, moments_dtype=dtype, settings=stochastic)
+        yield f"split, moments {dtype}, everything", case
 
 
 CASES = {f"{kernel}, {name}": case for kernel in UPDATES for name, case in _cases(kernel)}

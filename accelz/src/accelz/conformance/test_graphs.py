@@ -28,6 +28,7 @@ MOMENTS: dict[str, dict[str, Any]] = {
     "bf16": {"moments_dtype": torch.bfloat16},
     "bf16 at random": {"moments_dtype": torch.bfloat16, "settings": {"stochastic": True}},
     "8 bits": {"moments_dtype": torch.uint8},
+    "split masters": {"weights_dtype": torch.bfloat16, "split": True},
 }
 
 
@@ -168,7 +169,8 @@ class _Stepped:
         self._kernels, self._device = accelerator.kernels, accelerator.device
         self._case = case
         self._values = [value.to(self._device) for value in case.inputs().values()]
-        self._weights = self._values[0].bfloat16()
+        weights = case.weights()
+        self._weights = (self._values[0].bfloat16() if weights is None else weights).to(self._device)
         self._first = case.update(*self._values, weights=self._weights)
         self._rates = torch.zeros(2, device=self._device)
 

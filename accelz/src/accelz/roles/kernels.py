@@ -29,13 +29,13 @@ class Kernels:
     def step(self, update: Update) -> None:
         """One step of an optimizer on a flat shard, in one pass over it.
 
-        A backend's kernel for an optimizer is a method of the name that `Update.kernel` is, and takes fp32
-        moments and no `rates`; the rest is left to the references. A backend with kernels for moments in 16
-        or 8 bits overrides this, and so does one with kernels that read `rates`.
+        A backend's kernel for an optimizer is a method of the name that `Update.kernel` is, and takes an fp32
+        master, fp32 moments and no `rates`; the rest is left to the references. A backend overrides this that
+        has kernels for split masters, for moments in 16 or 8 bits, or that read `rates`.
         """
         own = getattr(self, update.kernel, None)
         wide = all(moment.dtype is update.master.dtype for moment in update.moments)
-        if own is None or not wide or update.rates is not None:
+        if own is None or update.is_split or not wide or update.rates is not None:
             update.reference(self.chunk)
         else:
             own(update)

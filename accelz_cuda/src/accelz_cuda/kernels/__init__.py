@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from accelz.updates import UPDATES
+from accelz.updates import REMAINDER, UPDATES
 
 FOLDER = Path(__file__).parent
 OPTIMIZERS = tuple(name for name in UPDATES if (FOLDER / f"{name}.cu").exists())
@@ -24,7 +24,15 @@ MAX_SPANS = 128
 """Tensors that one launch of norm_partials takes (kSpans in norm.cu)."""
 
 F32, BF16, F16, U8 = torch.float32, torch.bfloat16, torch.float16, torch.uint8
-NAMES = {F32: "f32", BF16: "bf16", F16: "f16", U8: "u8", torch.int8: "s8", torch.float8_e4m3fn: "e4m3"}
+NAMES = {
+    F32: "f32",
+    BF16: "bf16",
+    F16: "f16",
+    U8: "u8",
+    torch.int8: "s8",
+    torch.float8_e4m3fn: "e4m3",
+    REMAINDER: "split",
+}
 FLOATS = (F32, BF16, F16)
 CODES = (torch.int8, torch.float8_e4m3fn)
 
@@ -72,8 +80,8 @@ def _per_pair(
 
 
 StepEntries = dict[tuple[torch.dtype, torch.dtype | None, torch.dtype], EntryPoint]
-"""Entries by the dtypes of the gradient, of the 16-bit weights, and of the moments: fp32 where there are
-none, uint8 where they are codes."""
+"""Entries by the dtypes of the gradient, of the 16-bit weights (of split masters: of the remainders), and of
+the moments: fp32 where there are none, uint8 where they are codes."""
 
 
 UPDATE = struct.Struct("@11Pq12fi0q")
@@ -89,7 +97,7 @@ def _steps(name: str) -> StepEntries:
             THREADS * (8 if moments is U8 else 4),
         )
         for grad in FLOATS
-        for weights in (None, BF16, F16)
+        for weights in (None, BF16, F16, REMAINDER)
         for moments in ((F32, BF16, U8) if UPDATES[name].moment_names else (F32,))
     }
 

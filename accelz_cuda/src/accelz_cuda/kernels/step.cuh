@@ -14,13 +14,14 @@ struct Rates {
   float lr, decay;
 };
 
-// Arrays have numel elements each; moments and weights that a kernel does not have are null. step,
+// Arrays have numel elements each; moments and weights that a kernel does not have are null. master:
+// of fp32, or of remainders where masters are split. step,
 // grad_scale and skip are single values on the device; the last two may be null. sign: -1 to
 // maximise. rates: of a captured step, which each replay reads; null: lr and decay are. l2: weight
 // decay if that is added to the gradient, else 0. stochastic: whether moments in bf16 are rounded up
 // or down at random. scales: of moments in 8 bits, one for each of their blocks; else null.
 struct Update {
-  float* master;
+  void* master;
   const void* grad;
   void* moments[2];
   float* scales[2];
@@ -59,6 +60,103 @@ static constexpr bool kKept = true;
 template <>
 constexpr bool kKept<none> = false;
 
+// Masters in fp32, with their copies in W.
+template <class W>
+struct Masters {
+  f32* first;
+  W* weights;
+
+  __device__ __forceinline__ explicit Masters(const Update& u)
+      : first(static_cast<f32*>(u.master)), weights(static_cast<W*>(u.weights)) {}
+
+  __device__ __forceinline__ float get(long long i) const { return first[i]; }
+  __device__ __forceinline__ void set(long long i, float w) const {
+    first[i] = w;
+    if constexpr (kKept<W>) weights[i] = narrow<W>(w);
+  }
+
+  template <int N>
+  struct Packs {
+    Pack<f32, N> master;
+
+    __device__ __forceinline__ void load(const Masters& from, long long i) {
+      master = Pack<f32, N>::load(from.first + i);
+    }
+    __device__ __forceinline__ void unpack(float (&w)[N]) const { master.unpack(w); }
+    static __device__ __forceinline__ void store(const Masters& to, long long i,
+                                                 const float (&w)[N]) {
+      Pack<f32, N>::from(w).store(to.first + i);
+      if constexpr (kKept<W>) Pack<W, N>::from(w).store(to.weights + i);
+    }
+  };
+};
+
+// What bf16 weights lack of their masters, as in accelz.updates.
+struct split {
+  unsigned short bits;
+};
+
+// What is left beside a weight that was overwritten by 0 must not become a NaN.
+__device__ __forceinline__ float joined(unsigned high, unsigned low) {
+  const int rest = static_cast<short>(low);
+  return __uint_as_float((high << 16) +
+                         static_cast<unsigned>((high & 0x7fffu) != 0 || rest > 0 ? rest : 0));
+}
+
+// The bits of a value, or of its neighbour, where a tie rounded down would have no remainder.
+__device__ __forceinline__ unsigned untied(float w) {
+  const unsigned bits = __float_as_uint(w);
+  return bits - ((bits & 0x1ffffu) == 0x8000u ? 1u : 0u);
+}
+
+template <>
+struct Masters<split> {
+  split* first;
+  bf16* weights;
+
+  __device__ __forceinline__ explicit Masters(const Update& u)
+      : first(static_cast<split*>(u.master)), weights(static_cast<bf16*>(u.weights)) {}
+
+  __device__ __forceinline__ float get(long long i) const {
+    return joined(weights[i].bits, first[i].bits);
+  }
+  __device__ __forceinline__ void set(long long i, float w) const {
+    const unsigned bits = untied(w);
+    weights[i] = narrow<bf16>(__uint_as_float(bits));
+    first[i] = split{static_cast<unsigned short>(bits)};
+  }
+
+  template <int N>
+  struct Packs {
+    Pack<split, N> low;
+    Pack<bf16, N> high;
+
+    __device__ __forceinline__ void load(const Masters& from, long long i) {
+      low = Pack<split, N>::load(from.first + i);
+      high = Pack<bf16, N>::load(from.weights + i);
+    }
+    __device__ __forceinline__ void unpack(float (&w)[N]) const {
+#pragma unroll
+      for (int k = 0; k < N / 2; ++k) {
+        w[2 * k] = joined(high.words[k] & 0xffffu, low.words[k]);
+        w[2 * k + 1] = joined(high.words[k] >> 16, low.words[k] >> 16);
+      }
+    }
+    static __device__ __forceinline__ void store(const Masters& to, long long i,
+                                                 const float (&w)[N]) {
+      Packs packs;
+#pragma unroll
+      for (int k = 0; k < N / 2; ++k) {
+        const unsigned a = untied(w[2 * k]), b = untied(w[2 * k + 1]);
+        packs.low.words[k] = (a & 0xffffu) | b << 16;
+        packs.high.words[k] = bf16_pair(__uint_as_float(a), __uint_as_float(b));
+      }
+      packs.low.store(to.first + i);
+      packs.high.store(to.weights + i);
+    }
+  };
+};
+
 // Whether moments are kept in fewer bits than they are computed in.
 template <class M>
 static constexpr bool kRounds = sizeof(M) < sizeof(float);
@@ -72,10 +170,10 @@ struct Step {
   static constexpr int kWidth = kWidthFor<f32>;
   static constexpr int kPacks = 1;  // more threads read before they write, rather than more per thread
   static constexpr int kMoments = Rule::kMoments;
-  using Wide = Pack<f32, kWidth>;
+  using MasterPacks = typename Masters<W>::template Packs<kWidth>;
   struct Loaded {
     Pack<G, kWidth> g;
-    Wide w;
+    MasterPacks w;
     Pack<M, kWidth> m[kRoom<Rule>];
   };
 
@@ -84,7 +182,7 @@ struct Step {
   const Update& u;
   const Constants& c;
   const G* grad;
-  W* weights;
+  Masters<W> masters;
   Rule rule;
   Rates rates;
   float factor;
@@ -94,26 +192,26 @@ struct Step {
       : u(update),
         c(*reinterpret_cast<const Constants*>(update.constants)),
         grad(static_cast<const G*>(u.grad)),
-        weights(static_cast<W*>(u.weights)) {
+        masters(u) {
     static_assert(sizeof(Constants) <= sizeof(u.constants), "more constants than there is room for");
   }
 
   __device__ __forceinline__ M* moment(int j) const { return static_cast<M*>(u.moments[j]); }
 
   __device__ __forceinline__ int head() const {
-    int head = head_of<kWidth>(u.master, grad);
+    int head = head_of<kWidth>(masters.first, grad);
 #pragma unroll
     for (int j = 0; j < kMoments; ++j)
-      if (head_of<kWidth>(u.master, moment(j)) < 0) head = -1;
+      if (head_of<kWidth>(masters.first, moment(j)) < 0) head = -1;
     if constexpr (kKept<W>)
-      if (head_of<kWidth>(u.master, weights) < 0) head = -1;
+      if (head_of<kWidth>(masters.first, masters.weights) < 0) head = -1;
     return head;
   }
 
   __device__ __forceinline__ Loaded load(long long i) const {
     Loaded in;
     in.g = Pack<G, kWidth>::load(grad + i);
-    in.w = Wide::load(u.master + i);
+    in.w.load(masters, i);
 #pragma unroll
     for (int j = 0; j < kMoments; ++j) in.m[j] = Pack<M, kWidth>::load(moment(j) + i);
     return in;
@@ -153,21 +251,19 @@ struct Step {
 #pragma unroll
       for (int j = 0; j < kMoments; ++j) m[j][k] = mine[j];
     }
-    Wide::from(w).store(u.master + i);
+    MasterPacks::store(masters, i, w);
 #pragma unroll
     for (int j = 0; j < kMoments; ++j) Pack<M, kWidth>::from(m[j]).store(moment(j) + i);
-    if constexpr (kKept<W>) Pack<W, kWidth>::from(w).store(weights + i);
   }
 
   __device__ __forceinline__ void element(long long i) const {
-    float w = u.master[i], m[kRoom<Rule>];
+    float w = masters.get(i), m[kRoom<Rule>];
 #pragma unroll
     for (int j = 0; j < kMoments; ++j) m[j] = widen(moment(j)[i]);
     update(widen(grad[i]), w, m);
-    u.master[i] = w;
+    masters.set(i, w);
 #pragma unroll
     for (int j = 0; j < kMoments; ++j) moment(j)[i] = narrow<M>(m[j]);
-    if constexpr (kKept<W>) weights[i] = narrow<W>(w);
   }
 };
 
@@ -212,14 +308,13 @@ struct CodedBlock {
     for (int k = 0; k < kShare; ++k) {
       const long long i = first + k * kLanes;
       if (i < u.numel) {
-        float w = u.master[i], mine[kRoom<Rule>];
+        float w = work.masters.get(i), mine[kRoom<Rule>];
 #pragma unroll
         for (int j = 0; j < Rule::kMoments; ++j) mine[j] = m[j][k];
         work.update(widen(work.grad[i]), w, mine);
 #pragma unroll
         for (int j = 0; j < Rule::kMoments; ++j) m[j][k] = mine[j];
-        u.master[i] = w;
-        if constexpr (kKept<W>) work.weights[i] = narrow<W>(w);
+        work.masters.set(i, w);
       }
     }
   }
@@ -262,17 +357,20 @@ __device__ __forceinline__ void make_coded_step(const Update& u) {
 #define STEP(NAME, RULE, G, W, M) \
   KERNEL(NAME##_##G##_##W##_##M, Update, 8) { make_step<RULE, G, W, M>(a); }
 
-// Instantiates a rule for all dtypes of the gradient and of the weights.
-#define STEPS_OF(NAME, RULE, M)   \
-  STEP(NAME, RULE, f32, none, M)  \
-  STEP(NAME, RULE, f32, bf16, M)  \
-  STEP(NAME, RULE, f32, f16, M)   \
-  STEP(NAME, RULE, bf16, none, M) \
-  STEP(NAME, RULE, bf16, bf16, M) \
-  STEP(NAME, RULE, bf16, f16, M)  \
-  STEP(NAME, RULE, f16, none, M)  \
-  STEP(NAME, RULE, f16, bf16, M)  \
-  STEP(NAME, RULE, f16, f16, M)
+// Instantiates a rule for all dtypes of the gradient and of the weights, and for split masters.
+#define STEPS_OF(NAME, RULE, M)    \
+  STEP(NAME, RULE, f32, none, M)   \
+  STEP(NAME, RULE, f32, bf16, M)   \
+  STEP(NAME, RULE, f32, f16, M)    \
+  STEP(NAME, RULE, f32, split, M)  \
+  STEP(NAME, RULE, bf16, none, M)  \
+  STEP(NAME, RULE, bf16, bf16, M)  \
+  STEP(NAME, RULE, bf16, f16, M)   \
+  STEP(NAME, RULE, bf16, split, M) \
+  STEP(NAME, RULE, f16, none, M)   \
+  STEP(NAME, RULE, f16, bf16, M)   \
+  STEP(NAME, RULE, f16, f16, M)    \
+  STEP(NAME, RULE, f16, split, M)
 
 #define CODED_STEP(NAME, RULE, G, W) \
   KERNEL(NAME##_##G##_##W##_u8, Update, 4) { make_coded_step<RULE, G, W>(a); }
@@ -281,12 +379,15 @@ __device__ __forceinline__ void make_coded_step(const Update& u) {
 #define STEPS(NAME, RULE)           \
   STEPS_OF(NAME, RULE, f32)         \
   STEPS_OF(NAME, RULE, bf16)        \
-  CODED_STEP(NAME, RULE, f32, none)  \
-  CODED_STEP(NAME, RULE, f32, bf16)  \
-  CODED_STEP(NAME, RULE, f32, f16)   \
-  CODED_STEP(NAME, RULE, bf16, none) \
-  CODED_STEP(NAME, RULE, bf16, bf16) \
-  CODED_STEP(NAME, RULE, bf16, f16)  \
-  CODED_STEP(NAME, RULE, f16, none)  \
-  CODED_STEP(NAME, RULE, f16, bf16)  \
-  CODED_STEP(NAME, RULE, f16, f16)
+  CODED_STEP(NAME, RULE, f32, none)   \
+  CODED_STEP(NAME, RULE, f32, bf16)   \
+  CODED_STEP(NAME, RULE, f32, f16)    \
+  CODED_STEP(NAME, RULE, f32, split)  \
+  CODED_STEP(NAME, RULE, bf16, none)  \
+  CODED_STEP(NAME, RULE, bf16, bf16)  \
+  CODED_STEP(NAME, RULE, bf16, f16)   \
+  CODED_STEP(NAME, RULE, bf16, split) \
+  CODED_STEP(NAME, RULE, f16, none)   \
+  CODED_STEP(NAME, RULE, f16, bf16)   \
+  CODED_STEP(NAME, RULE, f16, f16)    \
+  CODED_STEP(NAME, RULE, f16, split)
