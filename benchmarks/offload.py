@@ -96,7 +96,7 @@ def _ways(folder: str) -> dict[str, tuple[Callable[..., object], tuple[Any, ...]
     ways: dict[str, tuple[Callable[..., object], tuple[Any, ...]]] = {
         RAW: (Probe, ()),
         "zero disk": (Zero, (disk,)),
-        "zero disk, compact": (Zero, ({**disk, "compact": True},)),
+        "zero disk, split": (Zero, (disk, "split")),
         "zero host": (Zero, ({"optimizer": "host"},)),
     }
     if importlib.util.find_spec("deepspeed") is not None:
@@ -175,10 +175,11 @@ def batch() -> Tensor:
 class Zero:
     """One rank of an engine; `turn` times its optimizer step."""
 
-    def __init__(self, parameters: int, folder: str, offload: dict[str, Any]) -> None:
+    def __init__(self, parameters: int, folder: str, offload: dict[str, Any], masters: Any = "fp32") -> None:
         model = model_of(parameters)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-        config = zero.Config(precision="bf16", units=("Linear",), offload=zero.Offload(**offload))
+        placed = zero.Offload(**offload)
+        config = zero.Config(precision="bf16", units=("Linear",), offload=placed, masters=masters)
         self._engine = zero.initialize(model, optimizer, config)
 
     def turn(self) -> Turn:

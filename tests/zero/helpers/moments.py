@@ -48,9 +48,9 @@ def ways(path: str) -> dict[str, dict[str, Any]]:
         "stage 1": {"stage": 1},
         "on the host": {"offload": zero.Offload(optimizer="host", sub_group_size=64)},
         "on disk": {"offload": zero.Offload(optimizer="disk", path=path, sub_group_size=64)},
-        "16 bits, on disk, compact": {
+        "16 bits, on disk": {
             "precision": "bf16",
-            "offload": zero.Offload(optimizer="disk", path=path, compact=True),
+            "offload": zero.Offload(optimizer="disk", path=path),
         },
         "16 bits": {"precision": "bf16"},
     }

@@ -196,7 +196,7 @@ def test_no_place_on_one_rank_is_told_to_all(cluster: Clusters, tmp_path: Path) 
 
 def other_tiers_body(context: Context, path: str) -> str:
     with pytest.raises(zero.RankMismatchError) as failed:
-        disk_engine(path, optimizer="disk", compact=context.rank == 1)
+        disk_engine(path, optimizer="disk", host_budget=context.rank)
     return str(failed.value)
 
 

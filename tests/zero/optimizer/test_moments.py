@@ -39,7 +39,7 @@ def test_bits_do_not_depend_on_ranks_stages_and_tiers(cluster: Clusters, device:
             assert losses == alone[name][0] or device != "cpu", name
             assert same(values, alone[name][1]) or device != "cpu", name
             assert losses == pytest.approx(alone["nearest"][0], rel=0.1) or name in ("lion", "momentum")
-        narrow = "16 bits", "16 bits, on disk, compact"
+        narrow = "16 bits", "16 bits, on disk"
         assert same(found[narrow[0]][1], found[narrow[1]][1]) or device != "cpu"
         for name in ways(str(tmp_path)).keys() - set(narrow):
             assert same(found[name][1], found["stage 3"][1]) or device != "cpu", name

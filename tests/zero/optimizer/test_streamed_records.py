@@ -269,7 +269,6 @@ def test_no_room_to_come_ahead(cluster: Clusters) -> None:
     [
         ({}, "set optimizer='host', or keep step='host'"),
         ({"optimizer": "disk", "path": "/"}, "set optimizer='host', or keep step='host'"),
-        ({"optimizer": "host", "compact": True}, "compact=False or step='host'"),
     ],
 )
 def test_contradictions_are_refused(settings: dict[str, Any], told: str) -> None:

@@ -205,14 +205,14 @@ def train_a_step(engine: zero.Engine) -> None:
 
 
 @pytest.mark.parametrize("everything", [False, True])
-@pytest.mark.parametrize("compact", [False, True])
+@pytest.mark.parametrize("masters", ["fp32", "split"])
 @pytest.mark.parametrize("size", [1, 2])
 def test_the_disk_is_what_the_engine_takes_and_moves(
-    cluster: Clusters, tmp_path: Path, size: int, compact: bool, everything: bool
+    cluster: Clusters, tmp_path: Path, size: int, masters: str, everything: bool
 ) -> None:
-    offload: dict[str, Any] = {"optimizer": "disk", "path": str(tmp_path), "compact": compact}
+    offload: dict[str, Any] = {"optimizer": "disk", "path": str(tmp_path)}
     offload |= {"params": "disk", "gradients": "disk"} if everything else {}
-    settings = {"precision": "bf16", "offload": offload}
+    settings = {"precision": "bf16", "offload": offload, "masters": masters}
     plan = planned(size, **settings)
     expected = plan.memory.disk, plan.traffic.read, plan.traffic.written
     assert cluster(size).run(disk_body, settings=settings) == [expected] * size

@@ -84,7 +84,7 @@ def test_checkpoints_know_nothing_of_sub_groups(
     folder, path = {"path": str(tmp_path)}, str(tmp_path / "checkpoint")
     first = {"optimizer": "disk", "fraction": 0.8, "host_budget": 20_000, "sub_group_size": SUB, **folder}
     others: tuple[dict[str, Any], ...] = (
-        {"optimizer": "disk", "compact": True, "sub_group_size": 640, **folder},
+        {"optimizer": "disk", "sub_group_size": 640, **folder},
         {"optimizer": "host", "fraction": 0.3, "sub_group_size": SUB},
         {},
     )

@@ -21,12 +21,13 @@ from torch import nn
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
+from accelz.updates import REMAINDER
 from tests.zero.helpers.disks import broken_disk
 from tests.zero.helpers.loops import train_on
 from tests.zero.helpers.models import fresh, language_loss
 from tests.zero.helpers.training import adamw
 from zero.tiers import swap_file
-from zero.tiers.split_master import LOWER, SplitMaster
+from zero.tiers.split_master import SplitMaster
 from zero.tiers.swap_file import PAGE, Section, SwapFile, page_aligned_part
 from zero.tiers.tier import ON_DISK, Record
 from zero.tiers.values import bytes_of
@@ -47,9 +48,9 @@ def layers(steps: int, **settings: Any) -> zero.Engine:
     return engine
 
 
-def bytes_body(context: Context, path: str, budget: int, compact: bool) -> tuple[int, int]:
-    offload = zero.Offload(optimizer="disk", path=path, host_budget=budget, compact=compact)
-    engine = layers(1, offload=offload)
+def bytes_body(context: Context, path: str, budget: int, masters: str) -> tuple[int, int]:
+    offload = zero.Offload(optimizer="disk", path=path, host_budget=budget)
+    engine = layers(1, offload=offload, masters=masters)
     file = engine._boundary.stores.swap_file(ON_DISK)
     before = file.bytes_read + file.bytes_written, _kernel_io()
     for _ in range(3):
@@ -64,13 +65,13 @@ def _kernel_io() -> int:
     return int(lines["rchar"]) + int(lines["wchar"])
 
 
-@pytest.mark.parametrize(("moved", "compact"), [(24, False), (20, True)])
+@pytest.mark.parametrize(("moved", "masters"), [(24, "fp32"), (20, "split")])
 @pytest.mark.parametrize("cached", [0, 1, 3])
 def test_a_step_moves_so_many_bytes_per_parameter(
-    cluster: Clusters, tmp_path: Path, device: str, cached: int, moved: int, compact: bool
+    cluster: Clusters, tmp_path: Path, device: str, cached: int, moved: int, masters: str
 ) -> None:
     """Half read, half written, no gradient among them; records in the host's budget are not moved at all."""
-    arguments = {"path": str(tmp_path), "budget": cached * 12 * LAYER // 2, "compact": compact}
+    arguments = {"path": str(tmp_path), "budget": cached * moved // 2 * LAYER // 2, "masters": masters}
     for counted, seen in cluster(2).run(bytes_body, **arguments):
         assert counted == 3 * moved * (LAYERS - cached) * LAYER // 2
         assert counted <= seen
@@ -101,9 +102,8 @@ def resume_body(context: Context, path: str, tiers: list[zero.Offload | None]) -
 def test_resume_in_any_tier_is_exact(cluster: Clusters, tmp_path: Path, device: str) -> None:
     disk = zero.Offload(optimizer="disk", path=tmp_path)
     everything = zero.Offload(optimizer="disk", params="disk", gradients="disk", path=tmp_path)
-    compact = zero.Offload(optimizer="disk", path=tmp_path, compact=True)
     small = zero.Offload(optimizer="disk", path=tmp_path, sub_group_size=64, host_budget=5000)
-    tiers = [disk, compact, zero.Offload(optimizer="host", params="host"), everything, None, small, disk]
+    tiers = [disk, zero.Offload(optimizer="host", params="host"), everything, None, small, disk]
     for reference, *others in cluster(2).run(resume_body, path=str(tmp_path), tiers=tiers, limit=120):
         for losses in others:
             assert losses == reference or device != "cpu"
@@ -117,10 +117,10 @@ def values_body(context: Context, path: str, precision: Any, sub_group_size: int
         params="disk",
         gradients="disk",
         path=path,
-        compact=precision == "bf16",
         sub_group_size=sub_group_size,
     )
-    config = zero.Config(timeout=20, offload=everything, precision=precision)
+    masters: Any = "split" if precision == "bf16" else "fp32"
+    config = zero.Config(timeout=20, offload=everything, precision=precision, masters=masters)
     engine = zero.initialize(model := fresh(), adamw(model), config)
     engine.backward(language_loss(model, 0, context.rank))
     gradient = engine.full_gradient("blocks.0.up.weight")
@@ -181,26 +181,26 @@ def test_sections_and_slices_see_the_same_bytes(tmp_path: Path) -> None:
     assert torch.equal(stored[5:30][6:8].read(), values[11:13])
 
 
-def test_a_split_master_is_its_halves_bit_for_bit(tmp_path: Path) -> None:
-    """Every upper half (with all ties and neighbours of ties), and slices of them."""
+def test_a_split_master_is_its_halves(tmp_path: Path) -> None:
+    """Every upper half (with all ties and neighbours of ties), and slices of them, on disk and in memory."""
     upper = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32) << 16
     bits = torch.cat([upper | lower for lower in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)])
     values = bits.view(torch.float32)
     values = values[~values.isnan()].contiguous()
-    file = SwapFile(tmp_path)
-    lower = Section(file, file.allocate(2 * values.numel()), values.numel(), LOWER)
-    weights = values.to(torch.bfloat16)
-    master = SplitMaster(lambda: weights, lower)
-    master.write(values)
-    assert torch.equal(master.read().view(torch.int32), values.view(torch.int32))
-    part = master[1000:300_000][5:200_000]
-    assert torch.equal(part.read().view(torch.int32), values[1005:201_000].view(torch.int32))
-    part.write(torch.full((199_995,), 1.00390625))  # a tie that is rounded down: its upper half is even
-    values[1005:201_000] = 1.00390625
-    assert torch.equal(master.read().view(torch.int32), values.view(torch.int32))
-    part.write(torch.full((199_995,), 1.01171875))  # and one that is rounded up
-    values[1005:201_000] = 1.01171875
-    assert torch.equal(master.read().view(torch.int32), values.view(torch.int32))
+    file, numel = SwapFile(tmp_path), values.numel()
+    rest = Section(file, file.allocate(2 * numel), numel, REMAINDER)
+    weights = torch.zeros(numel, dtype=torch.bfloat16)
+    for where in (rest, torch.zeros(numel, dtype=REMAINDER)):
+        master = SplitMaster(lambda: weights, where)
+        master.write(values)
+        assert torch.equal(weights, values.bfloat16())
+        want = values.view(torch.int32) - (values.view(torch.int32) & 0x1FFFF).eq(0x8000).int()
+        assert torch.equal(master.read().view(torch.int32), want)
+        part = master[1000:300_000][5:200_000]
+        assert torch.equal(part.read().view(torch.int32), want[1005:201_000])
+        part.write(torch.full((199_995,), 1.01171875))  # a tie that is rounded up
+        assert bool((part.read() == 1.01171875).all())
+        assert torch.equal(master.read()[201_000:].view(torch.int32), want[201_000:])
 
 
 def test_a_file_system_that_wants_larger_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

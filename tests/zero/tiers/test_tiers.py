@@ -36,15 +36,18 @@ def two_kernels(model: nn.Module) -> Any:
 
 
 def tiers(path: str) -> dict[str, zero.Offload]:
-    """Every tier of every kind of state, alone and together."""
+    """Every tier of every kind of state, alone and together. "split": with such masters."""
     return {
         "host": zero.Offload(optimizer="host"),
         "half": zero.Offload(optimizer="host", fraction=0.5),
         "disk": zero.Offload(optimizer="disk", path=path),
-        "compact": zero.Offload(optimizer="disk", path=path, compact=True),
-        "compact everything": zero.Offload(
-            optimizer="disk", params="disk", gradients="disk", path=path, compact=True
-        ),
+        "split": zero.Offload(),
+        "split, params on host": zero.Offload(params="host"),
+        "split, half": zero.Offload(optimizer="host", fraction=0.5, sub_group_size=64),
+        "split, visits": zero.Offload(optimizer="host", step="device", sub_group_size=100),
+        "split, all visits": zero.Offload(optimizer="host", params="disk", step="device", path=path),
+        "split on disk": zero.Offload(optimizer="disk", path=path),
+        "split, everything": zero.Offload(optimizer="disk", params="disk", gradients="disk", path=path),
         "cache": zero.Offload(optimizer="disk", path=path, host_budget=8000),
         "caches": zero.Offload(
             optimizer="disk",
@@ -69,14 +72,18 @@ def tiers(path: str) -> dict[str, zero.Offload]:
         "small records on host": zero.Offload(optimizer="host", params="host", sub_group_size=64),
         "a part in small records": zero.Offload(optimizer="host", fraction=0.37, sub_group_size=64),
         "small records": zero.Offload(optimizer="disk", path=path, sub_group_size=64),
-        "small records, compact": zero.Offload(
-            optimizer="disk", params="disk", gradients="disk", path=path, compact=True, sub_group_size=64
+        "split, small records": zero.Offload(
+            optimizer="disk", params="disk", gradients="disk", path=path, sub_group_size=64
         ),
         "small records everywhere": zero.Offload(
             optimizer="disk", path=path, host_budget=8000, fraction=0.7, sub_group_size=64
         ),
         "all on disk": zero.Offload(optimizer="disk", params="disk", gradients="disk", path=path),
     }
+
+
+def masters(name: str) -> str:
+    return "split" if name.startswith("split") else "fp32"
 
 
 def run_of(
@@ -103,21 +110,23 @@ def check(found: dict[str, tuple[bool, float]], device: str, bound: float) -> No
         assert error < bound, (name, error)
 
 
-ALONE = ("half", "compact everything", "caches", "params", "parts of everything", "small records everywhere")
+ALONE = ("half", "split, everything", "caches", "params", "parts of everything", "small records everywhere")
 """Tiers for one rank, which gathers and sums nothing."""
 LATE = (
     *(
         "host",
         "disk",
-        "compact everything",
+        "split, params on host",
+        "split, half",
+        "split, everything",
         "caches",
         "params on disk",
         "gradients stay",
         "half of the params",
     ),
-    *("parts of everything", "small records on host", "small records, compact", "all on disk"),
+    *("parts of everything", "small records on host", "split, visits", "all on disk"),
 )
-"""Tiers for a late stream: every kind of state on the host and on disk, whole, in parts and compact."""
+"""Tiers for a late stream: every kind of state on the host and on disk, whole, in parts and split."""
 
 
 @cache
@@ -131,12 +140,13 @@ def tiers_body(
 ) -> dict[str, tuple[bool, float]]:
     """names: of tiers; None: all."""
     settings = {"precision": precision, "clip_norm": 0.5}
-    reference = on_device(context, **settings)
-    return {
-        name: compared(run_of(context, offload, **settings), reference)
-        for name, offload in tiers(path).items()
-        if (precision == "bf16" or not offload.compact) and (names is None or name in names)
-    }
+    found = {}
+    for name, offload in tiers(path).items():
+        kept = masters(name)
+        if (precision == "bf16" or kept == "fp32") and (names is None or name in names):
+            reference = on_device(context, **settings, masters=kept)
+            found[name] = compared(run_of(context, offload, **settings, masters=kept), reference)
+    return found
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -230,7 +240,7 @@ def optimizers_body(context: Context, path: str) -> dict[str, tuple[bool, float]
     offloads = {
         "host": zero.Offload(optimizer="host", params="host"),
         "disk": zero.Offload(optimizer="disk", path=path),
-        "both": zero.Offload(optimizer="disk", path=path, host_budget=1 << 14, compact=True),
+        "both": zero.Offload(optimizer="disk", path=path, host_budget=1 << 14),
         "visits": zero.Offload(optimizer="host", step="device", sub_group_size=100),
     }
     tiers_of: dict[Any, Sequence[str]] = {
@@ -258,7 +268,9 @@ def placed(
 ) -> list[Placement]:
     """Of groups whose shards are of these sizes."""
     placer = Placer(offload, ON_HOST)
-    return placer.place([PlacementRequest(n, item_bytes, 2, True, False, TWO, divisible) for n in sizes])
+    return placer.place(
+        [PlacementRequest(n, item_bytes, 2, True, False, moments=TWO, divisible=divisible) for n in sizes]
+    )
 
 
 def elements(placements: Sequence[Placement]) -> dict[Tier, int]:
@@ -310,10 +322,12 @@ def test_what_no_kernel_steps_is_not_cut() -> None:
 def test_what_one_rank_alone_keeps_counts_for_the_budget(spare: int, whole: int) -> None:
     """Two groups stepped whole by different ranks, then records that a kernel steps, for what is left."""
     own = [(4000, 0, 800), (0, 4000, 800)]
-    mine = [PlacementRequest(1000, 2, 2, True, False, (), False, each) for each in own]
+    mine = [PlacementRequest(1000, 2, 2, True, False, divisible=False, beside=each) for each in own]
     budget = 2 * 4000 + 4000 + spare
     offload = zero.Offload(optimizer="host", host_budget=budget)
-    *wholes, last = Placer(offload, ON_HOST).place([*mine, PlacementRequest(6400, 2, 2, True, False, TWO)])
+    *wholes, last = Placer(offload, ON_HOST).place(
+        [*mine, PlacementRequest(6400, 2, 2, True, False, moments=TWO)]
+    )
     assert [p.optimizer for p in wholes].count(((1000, ON_HOST),)) == whole
     free = budget - 8000 if whole == 1 else 0
     assert elements([last]).get(ON_HOST, 0) == free // 12 // 64 * 64
@@ -416,7 +430,7 @@ def test_settings_are_hashed_and_do_not_change() -> None:
 def default_device_body(context: Context, path: str) -> dict[str, bool]:
     """With torch's default device set, as scripts do, training has the bits that it has without."""
     here = context.accelerator.device
-    chosen = [None, *(tiers(path)[name] for name in ("host", "compact everything"))]
+    chosen = [None, *(tiers(path)[name] for name in ("host", "split, everything"))]
     found = {}
     for turn, offload in enumerate(chosen):
         runs = []
@@ -435,7 +449,7 @@ def _by_default(device: torch.device, offload: Any, path: str) -> Run:
     with torch.no_grad():
         for number, parameter in enumerate(model.parameters()):
             parameter.fill_(0.01 * number)
-    config = zero.Config(precision="bf16", clip_norm=1.0, offload=offload, timeout=20)
+    config = zero.Config(precision="bf16", clip_norm=1.0, offload=offload, masters="split", timeout=20)
     engine = zero.initialize(model, adamw(model), config)
     run = Run()
     for last in (4, 3, 4):  # once without the last layer

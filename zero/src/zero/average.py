@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from accelz import HOST
 from zero.errors import UsageError
 from zero.sharding.flat_group import FlatGroup
 from zero.sharding.shard_source import fetch
@@ -56,8 +55,9 @@ class EMA:
 
     def _begun(self, group: FlatGroup) -> Tensor:
         values = group.widest
-        device = values.device if isinstance(values, Tensor) else HOST
-        return fetch(values, device, self._engine._communicator).to(at_least_fp32(group.dtype), copy=True)
+        return fetch(values, values.device, self._engine._communicator).to(
+            at_least_fp32(group.dtype), copy=True
+        )
 
     @torch.no_grad()
     def update(self) -> None:

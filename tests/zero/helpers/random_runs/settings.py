@@ -24,6 +24,8 @@ def draw_settings(rng: random.Random, run: Drawn, ranks: int, folder: Path) -> S
         "units": _draw_units(rng, run, stage),
         "offload": _draw_offload(rng, run, stage, folder),
     }
+    if run.precision == "bf16" and run.optimizer in BY_KERNEL and rng.random() < 0.5:
+        settings["masters"] = "split"
     copies = [n for n in (2, 4) if n < ranks and ranks % n == 0]
     if stage and copies and rng.random() < 0.4:
         settings["shard_ranks"] = rng.choice(copies)
@@ -54,8 +56,6 @@ def _draw_offload(rng: random.Random, run: Drawn, stage: int, folder: Path) -> A
         chosen |= rng.choice(({}, {"step": "device"}))
     if chosen["optimizer"] != "device":
         chosen |= _draw_part(rng, by_kernel)
-    if chosen["optimizer"] == "disk" and run.precision == "bf16":
-        chosen["compact"] = rng.random() < 0.5
     if "disk" in chosen.values():
         chosen["path"] = str(folder)
     return chosen

@@ -63,12 +63,12 @@ class Offload(Validated):
         its values.
     path: directory on a local disk for the state on disk. A rank's file has mode 0600 and no name, so nothing
         is left when a job ends, however it ends.
-    compact: keep only the part of masters on disk that the 16-bit parameters lack (Adam: 20 bytes moved per
-        parameter and step instead of 24). Same values, bit for bit; more work for the processor. ConfigError
-        if no parameter is bf16.
     """
 
     measured: ClassVar[bool] = False
+    replaced: ClassVar[Mapping[str, str]] = {
+        "compact": "write Config(masters='split'), which is for every tier"
+    }
 
     optimizer: TierName = "device"
     step: Literal["host", "device"] = "host"
@@ -79,7 +79,6 @@ class Offload(Validated):
     host_budget: Converted[Budgets, Budgets | int | str | Mapping[str, int | str] | None] = held(Budgets())
     sub_group_size: int = Field(default=1 << 24, ge=1)
     path: Converted[Path | None, Path | str | None] = held(None)
-    compact: bool = False
 
     @field_validator("fraction", "host_budget", mode="before")
     @classmethod
@@ -116,8 +115,6 @@ class Offload(Validated):
                         "or 'disk'"
                     )
         self._check_step()
-        if self.compact and self.optimizer != "disk":
-            raise ValueError("compact applies to masters on disk: set optimizer='disk'")
         return self
 
     def _check_step(self) -> None:
@@ -128,8 +125,6 @@ class Offload(Validated):
                 f"step='device' applies to optimizer state on the host, but optimizer={self.optimizer!r}: "
                 "set optimizer='host', or keep step='host'"
             )
-        if self.compact:
-            raise ValueError("compact applies to masters on disk: keep compact=False or step='host'")
 
     @property
     def streams(self) -> bool:

@@ -22,6 +22,7 @@ DTYPES = {
 }
 ParameterRule = tuple[str, ...] | Callable[[str, nn.Parameter], bool]
 Moments = Literal["fp32", "bf16", "bf16_stochastic", "8bit"]
+Masters = Literal["fp32", "split"]
 UnitRule = Literal["auto"] | tuple[type[nn.Module] | str, ...] | Callable[[str, nn.Module], bool]
 
 
@@ -75,6 +76,11 @@ class Config(Validated):
         "bf16_stochastic" rounds up or down at random, so that averages keep their mean; the random numbers
         are made of the values and the step, and are the same at any number of ranks. "8bit" takes a quarter
         of fp32's memory: 256 values of a parameter share a scale. Other optimizers keep their own state.
+    masters: how kernels keep masters of bf16 weights. "split" keeps 16 bits beside the weight, which is the
+        master's other half: 2 bytes instead of 4, in every tier. They are fp32 values as before, but for one
+        in 131,072, at most, that a step leaves one unit in the last place nearer to zero. Pieces in
+        `optimizer.param_groups` then have no values. Other masters, and those that other optimizers step,
+        stay fp32.
     units: what is gathered together: "auto" finds repeated blocks; or give module classes (or their names),
         or a function (name, module) -> bool that picks the modules.
     persistent_below: parameters with fewer elements than this stay gathered all the time (stage 3).
@@ -107,6 +113,7 @@ class Config(Validated):
     loss_scale_window: int = Field(default=2000, ge=1)
     whole_parameters: bool | None = None
     moments: Moments = "fp32"
+    masters: Masters = "fp32"
     units: UnitRule = "auto"
     persistent_below: int = Field(default=0, ge=0)
     prefetch: int = Field(default=1, ge=0)
@@ -191,8 +198,8 @@ class Config(Validated):
             )
         if self.offload.activations != "device" and self.compile is None:
             raise ValueError("offload: activations are offloaded only in compiled graphs; set compile=True")
-        if self.offload.compact and self.precision not in ("bf16", "model"):
-            raise ValueError("offload: compact splits masters of bf16 parameters; set precision='bf16'")
+        if self.masters == "split" and self.precision not in ("bf16", "model"):
+            raise ValueError("masters: 'split' is for masters of bf16 parameters; set precision='bf16'")
         return self
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Self, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
@@ -14,6 +14,9 @@ from zero.errors import ConfigError, UsageError
 
 class Validated(BaseModel):
     """Frozen, strict, and closed to unknown keys."""
+
+    replaced: ClassVar[Mapping[str, str]] = {}
+    """What to write instead of settings that there were."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True, strict=True)
 
@@ -65,7 +68,7 @@ def held(default: Any) -> Any:
     return Field(default=default)
 
 
-def _explain(kind: type[BaseModel], error: ValidationError) -> str:
+def _explain(kind: type[Validated], error: ValidationError) -> str:
     reasons: dict[str, list[str]] = {}  # by setting; a value that may have several types fails for each
     for problem in error.errors():
         key = str(problem["loc"][0]) if problem["loc"] else ""
@@ -74,6 +77,7 @@ def _explain(kind: type[BaseModel], error: ValidationError) -> str:
         if problem["type"] == "extra_forbidden":
             near = difflib.get_close_matches(key, kind.model_fields, n=1)
             message = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(kind.model_fields)}"
+            message = kind.replaced.get(key, message)
             subject = f"unknown key {key!r}; "
         told = reasons.setdefault(subject, [])
         if message not in told:

@@ -75,7 +75,8 @@ def prepare(
     castable = cast_before_use(model, config) - exact - around
     optimizer, apart = joint(optimizer), local_parameters(model, config)
     param_group_of = check_optimizer(optimizer, model, config)
-    _check_offload(model, optimizer, config)
+    _check_offload(optimizer, config)
+    _check_masters(model, config)
     _check_blocks(model, optimizer, config, has_mesh)
     for parameter, along in distributed.items():
         if along and has_mesh:
@@ -99,17 +100,21 @@ def _check_blocks(model: nn.Module, optimizer: Optimizer, config: Config, has_me
             raise OptimizerError(_BEGUN.format(kind=kind, blocks=some(begun)))
 
 
-def _check_offload(model: nn.Module, optimizer: Optimizer, config: Config) -> None:
+def _check_offload(optimizer: Optimizer, config: Config) -> None:
     """Raise ConfigError for offload that is not possible."""
     for each in members(optimizer):
         if rule_for(each) is None:
             _check_self_stepping(each, config)
+
+
+def _check_masters(model: nn.Module, config: Config) -> None:
+    """Raise ConfigError if masters are to be split, and there are none that can be."""
     trainable = (p for p in model.parameters() if p.requires_grad and p.is_floating_point())
     dtypes = {dtype_named(config.precision) or p.dtype for p in trainable}
-    if config.offload.compact and torch.bfloat16 not in dtypes:
+    if config.masters == "split" and torch.bfloat16 not in dtypes:
         raise ConfigError(
-            "Offload(compact=True) splits masters of trainable bf16 parameters, but the model has none: set "
-            "precision='bf16', or keep compact=False"
+            "Config(masters='split') needs trainable bf16 parameters, but the model has none: set "
+            "precision='bf16', or keep masters='fp32'"
         )
 
 

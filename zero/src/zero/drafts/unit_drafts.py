@@ -46,6 +46,12 @@ class GroupKind:
     apart: frozenset[str]
 
     @property
+    def master(self) -> torch.dtype:
+        """The dtype of masters; of split ones, that of the remainders."""
+        rule = self.stepping.rule
+        return at_least_fp32(self.dtype) if rule is None else rule.master(self.dtype)
+
+    @property
     def moments(self) -> tuple[Column, ...]:
         """What a kernel keeps beside a master."""
         rule = self.stepping.rule
@@ -111,9 +117,7 @@ def draft_units(
         divisible = kind.stepping.rule is not None
         beside = _state_beside(kind, named, layout, stepped_by, moments)
         requests.append(
-            PlacementRequest(
-                *sizes, kind.trainable, whole, moments=kind.moments, divisible=divisible, beside=beside
-            )
+            PlacementRequest(*sizes, kind.trainable, whole, kind.master, kind.moments, divisible, beside)
         )
     placed = zip(layouts, placer.place(requests), strict=True)  # in the order of units and groups
     drafts = []

@@ -76,7 +76,7 @@ class Forecast:
         return sum(map(self._record_bytes, subs))
 
     def _record_bytes(self, stepped: SteppedSubGroup) -> int:
-        group, master = stepped.group, stepped.record.master
+        group, master = stepped.group, stepped.record.columns[0]
         shard_serves = group.dtype is master.dtype and group.placement.params.near
         apart = 0 if shard_serves else master.numel() * master.element_size()
         return apart + self._optimizer.moments_bytes(stepped)

@@ -134,9 +134,9 @@ def _tensors(stepped: SteppedSubGroup, have: StepGradients, device: torch.device
     sub, record = stepped.sub, stepped.record
     if not record.tier.near or sub.streamed or stepped.missing(have.used):
         return None
-    values = (record.master, *record.moments, sub.shard, have.slice.find(), stepped.steps)
+    values = (*record.columns, sub.shard, have.slice.find(), stepped.steps)
     tensors = [each for each in values if isinstance(each, Tensor) and each.device == device]
-    return tensors if len(tensors) == len(values) and tensors[0].dtype is torch.float32 else None
+    return tensors if len(tensors) == len(values) and tensors[0].dtype is not torch.float64 else None
 
 
 def _settings(rule: Rule, group: dict[str, Any]) -> tuple[Any, ...]:

@@ -32,7 +32,7 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module, config: Config) -> d
         )
     if members(optimizer):
         _check_whole_parameters(optimizer, config)
-        _check_moments(optimizer, config)
+        _check_kept_state(optimizer, config)
     return _param_groups(optimizer, model)
 
 
@@ -52,8 +52,13 @@ def _check_whole_parameters(optimizer: Optimizer, config: Config) -> None:
         _warn_of_strangers(optimizer)
 
 
-def _check_moments(optimizer: Optimizer, config: Config) -> None:
+def _check_kept_state(optimizer: Optimizer, config: Config) -> None:
     rules = [rule_for(each) for each in members(optimizer)]
+    if config.masters != "fp32" and not any(rules):
+        raise OptimizerError(
+            f"{name_of(optimizer)} steps fp32 masters itself, so Config(masters={config.masters!r}) would "
+            "change nothing: remove it, or use Adam, AdamW, SGD or zero.Lion, which kernels step"
+        )
     if config.moments != "fp32" and not any(rule is not None and rule.moments for rule in rules):
         raise OptimizerError(
             f"{name_of(optimizer)} has no moments that a kernel keeps, so Config(moments={config.moments!r}) "

@@ -49,7 +49,8 @@ def step_sub_group(
     """Step a sub-group's `state` where the parameters `used` have gradients, by one kernel call for each
     stretch that has the same hyper-parameters and step count; return these stretches, in ascending order.
 
-    gradient: (numel,). narrow: 16-bit, of the same shape; receives the weights. rates: (param_groups, 2),
+    gradient: (numel,). narrow: 16-bit, of the same shape; receives the weights, and has those of a split
+    master before. rates: (param_groups, 2),
     where the step is captured; see `accelz.updates.Update`. All are on one device.
     """
     rule, steps, missed = stepped.rule, stepped.steps, stepped.missing(used)
@@ -62,7 +63,7 @@ def step_sub_group(
         _count(steps, missed, factors.skip)
         stepped.remember(missed)
     for first, window, index, options in calls:
-        columns = zip(rule.columns(state.master.dtype), state.moments, strict=True)
+        columns = zip(stepped.group.placement.moments, state.moments, strict=True)
         parts = [values[column.window(window)] for column, values in columns]
         moments = dict(zip(rule.moments, parts, strict=False))
         update = rule.update(

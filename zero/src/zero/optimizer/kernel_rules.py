@@ -12,11 +12,11 @@ from torch.optim import Optimizer
 
 from accelz import Kernels
 from accelz.dynamic_map import BLOCK
-from accelz.updates import AdamWUpdate, LionUpdate, MomentumUpdate, SgdUpdate, Update
-from zero.config.training import Moments
+from accelz.updates import REMAINDER, AdamWUpdate, LionUpdate, MomentumUpdate, SgdUpdate, Update
+from zero.config.training import Masters, Moments
 from zero.errors import OptimizerError
 from zero.optimizer.lion import Lion
-from zero.tiers.values import Column
+from zero.tiers.values import Column, at_least_fp32
 
 KernelOptions = Mapping[str, Any]
 
@@ -28,7 +28,7 @@ class Rule:
     serves: the optimizers' classes. update: what the kernel takes. settings: makes the update's own settings
     out of a param group's. lacks: options of param groups that the kernel has neither the arithmetic nor the
     state for. kept: the dtype in which moments are kept; None for the masters', uint8 for codes. stochastic:
-    whether they are then rounded at random.
+    whether they are then rounded at random. splits: whether masters of bf16 weights are split.
     """
 
     serves: tuple[type[Optimizer], ...]
@@ -37,15 +37,22 @@ class Rule:
     lacks: tuple[str, ...] = ()
     kept: torch.dtype | None = None
     stochastic: bool = False
+    splits: bool = False
 
     @property
     def moments(self) -> tuple[str, ...]:
         """State of one value per element, zero at first, by its names in the optimizer's own state too."""
         return self.update.moment_names
 
-    def keeping(self, moments: Moments) -> Rule:
-        """The same rule, with moments kept as the setting says."""
-        return replace(self, kept=_KEPT[moments], stochastic=moments == "bf16_stochastic")
+    def keeping(self, moments: Moments, masters: Masters) -> Rule:
+        """The same rule, with moments and masters kept as the settings say."""
+        stochastic = moments == "bf16_stochastic"
+        return replace(self, kept=_KEPT[moments], stochastic=stochastic, splits=masters == "split")
+
+    def master(self, weights: torch.dtype) -> torch.dtype:
+        """The dtype in which masters of weights in that dtype are kept, or what they have beside these."""
+        splits = self.splits and weights is torch.bfloat16
+        return REMAINDER if splits else at_least_fp32(weights)
 
     @property
     def coded(self) -> bool:
@@ -117,10 +124,10 @@ SERVED = tuple(dict.fromkeys(kind for rule in RULES for kind in rule.serves))
 
 def take_step(kernels: Kernels, update: Update) -> None:
     """By the backend's kernel; for fp64 masters, which no kernel has to support, by the torch reference."""
-    if update.master.dtype is torch.float32:
-        kernels.step(update)
-    else:
+    if update.master.dtype is torch.float64:
         update.reference(kernels.chunk)
+    else:
+        kernels.step(update)
 
 
 def rule_for(optimizer: Optimizer) -> Rule | None:

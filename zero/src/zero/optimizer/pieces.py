@@ -73,8 +73,8 @@ def _pieces_of(stepped: SteppedSubGroup) -> Iterable[Piece]:
 
 
 def piece_of_master(stepped: SteppedSubGroup, piece: Piece) -> Tensor:
-    """A view of the master; or a tensor of its shape without values, where the master is on disk, or where
-    the piece is a whole parameter, which exists only during a step."""
+    """A view of the master; or a tensor of its shape without values, where the master is split or on disk,
+    or where the piece is a whole parameter, which exists only during a step."""
     master = stepped.record.master
     if isinstance(master, Stored) or stepped.routes is not None:
         return shaped(torch.empty(stepped.numel, dtype=master.dtype, device="meta"), stepped.specs, piece)
@@ -122,7 +122,7 @@ def state_here(state: dict[str, Any], parameter: Tensor) -> dict[str, Any]:
 def sliced(state: dict[str, Any], stepped: SteppedSubGroup, piece: Piece) -> dict[str, Any]:
     """A piece's part of a parameter's state: slices of what is element-wise, in the precision of the master,
     which is what the optimizer steps; copies of the rest."""
-    spec, master = stepped.specs[piece.index], stepped.master
+    spec, master = stepped.specs[piece.index], stepped.record.master
     result = {}
     for key, value in state.items():
         if isinstance(value, Tensor) and value.shape == spec.shape and key != "step":

@@ -93,12 +93,17 @@ class StreamedRecord:
         if self._copied is not None:
             self._accelerator.streams.current().wait(self._copied)
         self.residence = Residence.ON_DEVICE
+        return self._copy
+
+    @property
+    def _copy(self) -> Opened:
+        """The copy on the device."""
         return Opened(self._near[0], tuple(self._near[1:]))
 
     def keep_on_device(self) -> None:
         """Let the copy on the device be the sub-group's record until it has landed on the host."""
         assert self.residence is Residence.ON_DEVICE
-        self.stepped.sub.record = Record(ON_DEVICE, self._near[0], tuple(self._near[1:]))
+        self.stepped.sub.record = self._host_record.with_values(ON_DEVICE, self._copy)
 
     @in_range("evict", lambda self: self.stepped.group.unit)
     def evict(self) -> None:

@@ -95,7 +95,7 @@ class SelfStepping:
         finally:
             self._clear(subs)
         for stepped in subs:
-            WeightWriter(self._stores, stepped.sub.shard, stepped.master).deliver_master()
+            WeightWriter(self._stores, stepped.sub.shard, stepped.record.opened()).deliver_master()
 
     def bytes_for(self, subs: Sequence[SteppedSubGroup]) -> int:
         """The most bytes that stepping these records on the device takes: what stays until all are stepped,

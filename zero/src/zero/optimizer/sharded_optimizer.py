@@ -160,7 +160,7 @@ class ShardedOptimizer:
         """Send the masters of sub-groups that were written to outside a step on to the weights."""
         for stepped in self.installed.changed():
             self.record_streamer.return_to_host(stepped.sub)
-            WeightWriter(self._stores, stepped.sub.shard, stepped.master).deliver_master()
+            WeightWriter(self._stores, stepped.sub.shard, stepped.record.opened()).deliver_master()
 
     def _step(
         self,
@@ -262,9 +262,9 @@ class ShardedOptimizer:
         old = sub.record
         with self._room("for the optimizer state of", stepped):
             new = tier.moved(self._stores, old, sub.shard, streamed)
-            if new.tier == old.tier and new.master is old.master:
-                return
             there = new.opened().master.device
+            if new.tier == old.tier and new.opened().master is old.opened().master:
+                return
             device = self._accelerator.device if streamed else there
             steps = None if stepped.rule is None else stepped.steps.to(device)
             state_beside = self.installed.state_beside_on(stepped, there)
@@ -305,7 +305,7 @@ class ShardedOptimizer:
         sub, device = stepped.sub, state.master.device
         gradient = sub.of(have.slice.get()).to(device)
         shard = state.master if sub.shard_serves else sub.shard
-        writer = WeightWriter(self._stores, shard, state.master)
+        writer = WeightWriter(self._stores, shard, state)
         groups, kernels = self.optimizer.param_groups, self._stores.kernels(device)
         written = step_sub_group(
             stepped, have.used, groups, kernels, state, gradient, factors, writer.narrow, rates

@@ -90,7 +90,8 @@ class SteppedSubGroup:
 
     @property
     def master(self) -> Tensor:
-        """The master of a record in memory; the state of the pieces is on the same device."""
+        """The master of a record in memory that the user's optimizer steps; the state of the pieces is on
+        the same device."""
         return self.record.opened().master
 
     def name_of(self, piece: SteppedPiece) -> str:

@@ -61,7 +61,7 @@ def of_unknown(known: dict[nn.Parameter, Stepping], config: Config) -> Stepping:
     """How parameters that no optimizer knows are treated: like others, so that they need no buffers of their
     own. Where there is no optimizer yet, as by the kernel that most have."""
     others = (stepping for stepping in known.values() if not stepping.whole)
-    return next(others, Stepping() if known else Stepping(RULES[0].keeping(config.moments)))
+    return next(others, Stepping() if known else Stepping(RULES[0].keeping(config.moments, config.masters)))
 
 
 def ways_of(parameters: Iterable[nn.Parameter], known: Mapping[nn.Parameter, Stepping]) -> set[Stepping]:
@@ -100,7 +100,7 @@ def stepping_ranks(groups: Iterable[tuple[Stepping, int, Sequence[nn.Parameter]]
 def _of(optimizer: Optimizer, config: Config) -> Stepping:
     rule = rule_for(optimizer)
     if rule is not None:
-        return Stepping(rule.keeping(config.moments))
+        return Stepping(rule.keeping(config.moments, config.masters))
     return Stepping(whole=config.stage > 0 and _needs_whole(optimizer, config))
 
 

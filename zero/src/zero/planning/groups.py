@@ -20,7 +20,7 @@ from zero.sharding.gather_format import EXACT, GatherFormat
 from zero.sharding.units import PERSISTENT, ROOT
 from zero.tiers.placement import Placement
 from zero.tiers.tier import Tier
-from zero.tiers.values import Column, at_least_fp32
+from zero.tiers.values import at_least_fp32
 
 Dtype = torch.dtype | None
 IN_A_SUM = 3  # gradients that autograd holds at once of a parameter used more than once: two, and their sum
@@ -163,13 +163,8 @@ class PlannedGroup:
     def record_bytes(self, numel: int, tier: Tier) -> int:
         """Bytes of master and moments in memory, for `numel` elements in `tier`."""
         state = math.ceil(numel * self.moments) if self.whole is None else self.whole.state
-        return self.wide.itemsize * (state + numel * (not self.is_master(tier)))
-
-    def stored_columns(self, tier: Tier, compact: bool) -> list[Column]:
-        """What is on disk of master and moments."""
-        return tier.record_columns(
-            self.wide, self.placement.moments, compact and self.dtype is torch.bfloat16
-        )
+        apart = 0 if self.is_master(tier) else numel
+        return self.wide.itemsize * state + self.placement.master.itemsize * apart
 
 
 @dataclass(frozen=True)

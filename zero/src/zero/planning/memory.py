@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-
 from zero.config.training import Config
 from zero.gradients.group_gradients import GradientPolicy
 from zero.planning.activations import Activations
@@ -66,8 +64,8 @@ def plan_memory(
     live = activations or Activations()
     sums = _sums(policy, replicas)
     groups = [group for unit in units for group in unit.groups]
-    rest = {tier.name: sum((_rest(g, tier, config) for g in groups), DeviceBytes()) for tier in TIERS}
-    made = sum((_rest(g.before_steps, ON_DEVICE, config) for g in groups), DeviceBytes())
+    rest = {tier.name: sum((_rest(g, tier) for g in groups), DeviceBytes()) for tier in TIERS}
+    made = sum((_rest(g.before_steps, ON_DEVICE) for g in groups), DeviceBytes())
     gradients = {
         tier.name: sum(g.slice_bytes for g in groups if g.trainable and g.placement.gradients is tier)
         for tier in TIERS
@@ -82,7 +80,7 @@ def plan_memory(
     }
     peaks = {phase: rest[ON_DEVICE.name] + held if phase != "init" else held for phase, held in peaks.items()}
     alive = {"forward": forwards[1], "backward": backwards[1]} if activations else {}
-    return MemoryPlan(rest, gradients, _buffers(groups, config.offload.compact), peaks, alive)
+    return MemoryPlan(rest, gradients, _buffers(groups), peaks, alive)
 
 
 def _with_activations(
@@ -106,13 +104,12 @@ def _highest(points: Iterable[DeviceBytes]) -> DeviceBytes:
     return max(points, key=lambda held: held.total, default=DeviceBytes())
 
 
-def _rest(group: PlannedGroup, tier: Tier, config: Config) -> DeviceBytes:
+def _rest(group: PlannedGroup, tier: Tier) -> DeviceBytes:
     """What a group keeps in one tier between steps."""
     parameters = group.own_bytes if group.resident else group.shard_bytes
     records = [numel for numel, where in group.placement.optimizer if where is tier]
     if tier.stored:
-        columns = group.stored_columns(tier, config.offload.compact)
-        optimizer = sum(tier.nbytes(numel, *columns) for numel in records)
+        optimizer = sum(tier.nbytes(numel, *group.placement.columns) for numel in records)
     else:
         optimizer = sum(group.record_bytes(numel, tier) for numel in records)
     return DeviceBytes(
@@ -122,13 +119,12 @@ def _rest(group: PlannedGroup, tier: Tier, config: Config) -> DeviceBytes:
     )
 
 
-def _buffers(groups: Sequence[PlannedGroup], compact: bool) -> int:
+def _buffers(groups: Sequence[PlannedGroup]) -> int:
     """Host memory for records on their way from the disk and back."""
-    largest = scratch = 0
-    for group in groups:
-        splits = compact and group.dtype is torch.bfloat16
-        for numel, tier in group.placement.optimizer:
-            if tier.stored:
-                largest = max(largest, tier.nbytes(numel, *group.stored_columns(tier, compact)))
-                scratch = max(scratch, 4 * numel if splits else 0)
-    return BUFFERS * largest + scratch
+    sizes = (
+        tier.nbytes(numel, *group.placement.columns)
+        for group in groups
+        for numel, tier in group.placement.optimizer
+        if tier.stored
+    )
+    return BUFFERS * max(sizes, default=0)

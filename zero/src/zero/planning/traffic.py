@@ -7,8 +7,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-import torch
-
 from zero.config.training import Config
 from zero.gradients.group_gradients import GradientPolicy
 from zero.planning.groups import PlannedGroup, PlannedUnit
@@ -64,7 +62,7 @@ def plan_traffic(
             for way, nbytes in chain(
                 _of_parameters(group, gathers),
                 _of_gradients(group, reductions),
-                _of_records(group, config.offload.compact),
+                _of_records(group),
                 _of_exchange(group),
             ):
                 moved[way] += nbytes
@@ -145,22 +143,31 @@ def _of_gradients(group: PlannedGroup, reductions: int) -> Moves:
         yield "written", reductions * group.slice_bytes
 
 
-def _of_records(group: PlannedGroup, compact: bool) -> Moves:
+def _of_records(group: PlannedGroup) -> Moves:
     """Master and moments, there and back; and the weights of the records that the host has stepped."""
-    for numel, tier in group.placement.optimizer:
+    placed = group.placement
+    for numel, tier in placed.optimizer:
+        if placed.splits:
+            yield from _of_split(group, numel * group.dtype.itemsize, tier.near or placed.streamed)
         if tier.near:
             continue
-        if group.placement.streamed:
+        if placed.streamed:
             nbytes = group.record_bytes(numel, tier)
             yield from (("to_host", nbytes), ("to_device", nbytes))
             continue
         if tier.stored:
-            nbytes = sum(column.nbytes(numel) for column in group.stored_columns(tier, compact))
-            upper = 2 * numel if compact and group.dtype is torch.bfloat16 else 0
-            there = group.placement.params.stored  # the weights, which are the masters' upper halves
-            yield from (("read", nbytes + (upper if there else 0)), ("written", nbytes))
-        if group.placement.params.near:
+            nbytes = sum(column.nbytes(numel) for column in placed.columns)
+            yield from (("read", nbytes), ("written", nbytes))
+        if placed.params.near:
             yield "to_device", numel * group.dtype.itemsize
+
+
+def _of_split(group: PlannedGroup, nbytes: int, near: bool) -> Moves:
+    """Weights, of `nbytes`, come where their split masters are stepped. near: on the device."""
+    params = group.placement.params
+    yield "read", nbytes if params.stored else 0
+    if params.near != near:
+        yield ("to_device" if near else "to_host"), nbytes
 
 
 def _of_exchange(group: PlannedGroup) -> Moves:

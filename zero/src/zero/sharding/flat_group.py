@@ -11,7 +11,7 @@ shard       this rank's slice of the parameters in their own dtype, shape (shard
 private     a copy of `home` for a `zero.gathered` block, made if `home` is common and the block may write, or
             if a forward under way computes with another buffer and `home` is released before its backward.
 master      fp32 values of the shard, which the optimizer updates. For fp32 groups it *is* the shard if both
-            are in the same memory.
+            are in the same memory. Of bf16 groups it may be split into the shard and remainders.
 record      the master and the optimizer's moments, wherever they are; one for each sub-group.
 """
 
@@ -44,7 +44,7 @@ from zero.tiers.room import allocate, room_for
 from zero.tiers.stores import Stores
 from zero.tiers.swap_file import Section
 from zero.tiers.tier import Record
-from zero.tiers.values import Stored, Values, at_least_fp32, joined, lasting
+from zero.tiers.values import Stored, Values, joined, lasting
 
 Pending = NamedHandle | SideStreamWork
 """A transfer under way to or from a buffer."""
@@ -117,8 +117,9 @@ class FlatGroup:
 
     @property
     def overwritten(self) -> bool:
-        """Whether a step overwrites the shard, or part of it, from a master in other memory."""
-        return not all(sub.shard_serves for sub in self.subs)
+        """Whether a step overwrites the shard, or part of it, from a master in other memory. It reads the
+        shard of split ones."""
+        return not (self.placement.splits or all(sub.shard_serves for sub in self.subs))
 
     @property
     def widest(self) -> Values:
@@ -151,10 +152,9 @@ class FlatGroup:
                 follow_local(parameter)
 
     def _make_record(self, sub: SubGroup) -> None:
-        dtype = at_least_fp32(self.dtype)
-        upper = (lambda: sub.shard) if self.dtype is torch.bfloat16 else None
-        moments = self.placement.moments
-        sub.record = sub.tier.new_record(self.stores, self._mine[sub.window], dtype, moments, upper)
+        dtype, moments = self.placement.master, self.placement.moments
+        values = self._mine[sub.window]
+        sub.record = sub.tier.new_record(self.stores, values, dtype, moments, lambda: sub.shard)
 
     def offload_state(self) -> None:
         """Move the shard to the host and give back all device memory, until `reload_state`."""

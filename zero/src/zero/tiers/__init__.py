@@ -5,7 +5,7 @@ Modules, lowest first:
 apart                   the engine's own work, unseen by what the program has switched on
 values, swap_file       values in any tier; a rank's unnamed file on disk
 coded                   moments in 8 bits, as the values that they stand for
-split_master            fp32 masters stored as what bf16 weights lack
+split_master            fp32 masters kept as what bf16 weights lack
 tier                    device, host and disk as objects: what differs between them; an optimizer's state of a
                         sub-group, the master and its moments, in their tier
 placement               which tier each group's state goes to, by the settings

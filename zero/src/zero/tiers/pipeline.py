@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 
-import torch
 from torch import Tensor
 
-from accelz import HOST, Memory
-from zero.tiers.split_master import SplitMaster
+from accelz import Memory
 from zero.tiers.swap_file import Transfer, section_bytes, whole_pages
 from zero.tiers.tier import Opened, Record
 from zero.tiers.values import bytes_of
@@ -22,7 +20,6 @@ class Pipeline:
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
         self._buffers: list[Tensor] = []
-        self._scratch: Tensor | None = None
         self._writes: list[Transfer | None] = [None] * BUFFERS
 
     def through(self, records: Sequence[Record]) -> Generator[Opened, None, None]:
@@ -41,10 +38,8 @@ class Pipeline:
                 reading.wait()
                 following = records[turn + 1] if turn + 1 < len(records) else None
                 reading = self._begin_read(following, turn + 1) if following else None
-                sections = self._views(record, turn)
-                state = record.unpack(sections, self._scratch_for(record))
-                yield state
-                record.pack(state, sections)
+                master, *moments = self._views(record, turn)
+                yield Opened(master, tuple(moments))
                 self._writes[turn % BUFFERS] = record.sections[0].file.write(
                     record.sections[0].place, self._bytes(record, turn)
                 )
@@ -75,15 +70,6 @@ class Pipeline:
             views.append(buffer[begin : begin + nbytes].view(section.dtype))
             begin += section_bytes(section.numel(), section.dtype)
         return views
-
-    def _scratch_for(self, record: Record) -> Tensor | None:
-        """Return memory to assemble a split master in; None for other masters."""
-        if not isinstance(record.master, SplitMaster):
-            return None
-        numel = record.master.numel()
-        if self._scratch is None or self._scratch.numel() < numel:
-            self._scratch = torch.empty(numel, dtype=torch.float32, device=HOST)
-        return self._scratch[:numel]
 
     def _bytes(self, record: Record, turn: int) -> memoryview:
         return bytes_of(self._buffers[turn % BUFFERS][: _nbytes(record)])

@@ -6,6 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import get_args
 
+import torch
+
+from accelz.updates import REMAINDER
 from zero.config.offload import Kind, Offload
 from zero.tiers.tier import ON_DEVICE, Tier, wanted
 from zero.tiers.values import Column, longest_block
@@ -20,8 +23,8 @@ class PlacementRequest:
     """A group to be placed.
 
     item_bytes, gradient_bytes: per element of a parameter, and of its reduced gradient. resident: the group's
-    whole buffer stays on the device, and its shard is part of it. moments: what a record has beside the
-    master. divisible: whether it may be stepped in parts, as a kernel
+    whole buffer stays on the device, and its shard is part of it. master, moments: what a record has;
+    see `Placement`. divisible: whether it may be stepped in parts, as a kernel
     can. beside: what the user's optimizer keeps beside records, by rank; empty if it keeps none, or if that
     is not needed.
     """
@@ -31,6 +34,7 @@ class PlacementRequest:
     gradient_bytes: int
     trainable: bool
     resident: bool
+    master: torch.dtype = torch.float32
     moments: tuple[Column, ...] = ()
     divisible: bool = True
     beside: tuple[int, ...] = ()
@@ -50,15 +54,27 @@ class Placement:
     """The tiers of one group. Whole buffers are not placed: they are on the device while in use.
 
     optimizer: (elements, tier) of each sub-group, in the order of the shard; empty for a frozen group.
-    moments: what records have beside the master. streamed: records on the host are on the device for the
+    master: the dtype of records' masters; of split ones, that of the remainders. moments: what records have
+    beside it. streamed: records on the host are on the device for the
     step.
     """
 
     optimizer: tuple[tuple[int, Tier], ...] = ()
+    master: torch.dtype = torch.float32
     moments: tuple[Column, ...] = ()
     params: Tier = ON_DEVICE
     gradients: Tier = ON_DEVICE
     streamed: bool = False
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        """What a record has whose master is not the shard."""
+        return Column(self.master), *self.moments
+
+    @property
+    def splits(self) -> bool:
+        """Whether records have remainders of masters, which are stepped together with the weights."""
+        return self.master is REMAINDER
 
     def comes(self, tier: Tier) -> bool:
         """Return whether a record in `tier` comes to the device for its step."""
@@ -172,7 +188,7 @@ class Placer:
         if not group.trainable:
             return Placement(params=params)
         records = tuple(self._cut(group, self._divide(group, params, away)))
-        placed = Placement(records, group.moments, params, streamed=self._offload.streams)
+        placed = Placement(records, group.master, group.moments, params, streamed=self._offload.streams)
         stepped_there = all(tier.near or placed.comes(tier) for _, tier in records)
         return replace(placed, gradients=self._gradient_tier(group, stepped_there))
 
@@ -265,7 +281,7 @@ class Placer:
     def _host_bytes(self, group: PlacementRequest, params: Tier) -> float:
         """Return the host bytes of an element's optimizer state, less a shard that is the master."""
         item_bytes = group.item_bytes
-        record = max(item_bytes, 4) + sum(column.bytes_each for column in group.moments)
+        record = group.master.itemsize + sum(column.bytes_each for column in group.moments)
         there = Placement(params=params, streamed=self._offload.streams)
         serves = there.shard_serves(item_bytes, self._host)
         return record - (item_bytes if serves else 0)

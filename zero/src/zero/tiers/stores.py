@@ -20,7 +20,7 @@ from zero.tiers.placement import Placement
 from zero.tiers.read_ahead import ReadAhead
 from zero.tiers.swap_file import SwapFile
 from zero.tiers.tier import ON_HOST, Disk, Tier
-from zero.tiers.values import Column, at_least_fp32
+from zero.tiers.values import Column
 
 
 class Movable(Protocol):
@@ -111,13 +111,10 @@ class Stores:
         gradient: its reduced slice's dtype.
         """
         found = Counter[Tier]()
-        wide, splits = at_least_fp32(dtype), self.offload.compact and dtype is torch.bfloat16
-        parts = [
-            (n, tier, tier.record_columns(wide, placement.moments, splits)) for n, tier in placement.optimizer
-        ]
+        parts = [(n, tier, placement.columns) for n, tier in placement.optimizer]
         parts += [
-            (numel, placement.params, [Column(dtype)]),
-            (numel, placement.gradients, [Column(gradient)]),
+            (numel, placement.params, (Column(dtype),)),
+            (numel, placement.gradients, (Column(gradient),)),
         ]
         for n, tier, columns in parts:
             found[tier] += tier.nbytes(n, *columns) if tier.stored else 0

@@ -16,68 +16,75 @@ import torch
 from torch import Tensor
 
 from accelz import HOST, Accelerator
+from accelz.updates import REMAINDER
 from zero.config.offload import Kind, Offload
-from zero.tiers.split_master import LOWER, SplitMaster
+from zero.tiers.split_master import SplitMaster
 from zero.tiers.swap_file import Section, section_bytes
-from zero.tiers.values import Column, Stored, Values
+from zero.tiers.values import Column, Stored, Values, put
 
 if TYPE_CHECKING:
     from zero.tiers.stores import Stores
 
-Weights = Callable[[], Values] | None
+Weights = Callable[[], Values]
 
 
 @dataclass(frozen=True)
 class Opened:
-    """A record in memory, to be stepped. All (numel,), but for the scales of codes, on one device."""
+    """A record in memory, to be stepped. All (numel,), but for the scales of codes, on one device.
+
+    master: of a split one, the remainders.
+    """
 
     master: Tensor
     moments: tuple[Tensor, ...]
+
+    @property
+    def is_split(self) -> bool:
+        """Whether it is stepped together with the weights, and writes them."""
+        return self.master.dtype is REMAINDER
 
 
 @dataclass
 class Record:
     """Master and moments of one sub-group.
 
-    master: the original values of the parameters, fp32 (fp64 for fp64 parameters). moments: one value per
-    element each, in the master's dtype or in bf16; or codes in 8 bits, and then scales of their blocks. tier:
-    where they are, except a master that is the shard, which stays with it. On disk a record is one contiguous
-    stretch, master first, each section in whole pages.
+    master: the original values of the parameters, fp32 (fp64 for fp64 parameters); of bf16 ones perhaps
+    split. moments: one value per element each, in the master's dtype or in bf16; or codes in 8 bits, and then
+    scales of their blocks. tier: where they are, except a master that is the shard, which stays with it. On
+    disk a record is one contiguous stretch, master first, each section in whole pages.
     """
 
     tier: Tier
     master: Values
     moments: tuple[Values, ...] = ()
 
+    @property
+    def columns(self) -> tuple[Values, ...]:
+        """What is kept: the master, or the remainders of a split one, and the moments."""
+        first = self.master.remainder if isinstance(self.master, SplitMaster) else self.master
+        return first, *self.moments
+
     def opened(self) -> Opened:
         """Return master and moments of a record that is in memory."""
-        assert isinstance(self.master, Tensor)
-        moments = [m for m in self.moments if isinstance(m, Tensor)]
-        return Opened(self.master, tuple(moments))
+        master, *moments = (values for values in self.columns if isinstance(values, Tensor))
+        return Opened(master, tuple(moments))
+
+    def with_values(self, tier: Tier, state: Opened) -> Record:
+        """Return the record with its values in other memory. state: as `opened` returns it."""
+        master: Values = state.master
+        if isinstance(self.master, SplitMaster):
+            master = SplitMaster(self.master.weights, state.master)
+        return Record(tier, master, state.moments)
 
     def bytes_on(self, device: torch.device, shard: Values) -> int:
         """Return the bytes in use on `device`, without those of a master that is the shard itself."""
-        values = [v for v in (self.master, *self.moments) if v is not shard]
+        values = [v for v in self.columns if v is not shard]
         return sum(v.nbytes for v in values if isinstance(v, Tensor) and v.device == device)
 
     @property
     def sections(self) -> list[Section]:
         """The sections of a record on disk, in the order in which they lie there."""
-        first = self.master.lower if isinstance(self.master, SplitMaster) else self.master
-        return [v for v in (first, *self.moments) if isinstance(v, Section)]
-
-    def unpack(self, sections: Sequence[Tensor], scratch: Tensor | None) -> Opened:
-        """Return a record read from disk, to be stepped. scratch: (numel,) fp32, for a split master."""
-        if not isinstance(self.master, SplitMaster):
-            return Opened(sections[0], tuple(sections[1:]))
-        assert scratch is not None
-        self.master.join(sections[0], scratch)
-        return Opened(scratch, tuple(sections[1:]))
-
-    def pack(self, state: Opened, sections: Sequence[Tensor]) -> None:
-        """Reverse `unpack`, before the record is written; moments were stepped in place."""
-        if isinstance(self.master, SplitMaster):
-            self.master.split(state.master, sections[0])
+        return [v for v in self.columns if isinstance(v, Section)]
 
 
 class Tier(ABC):
@@ -112,10 +119,6 @@ class Tier(ABC):
         """Return the bytes that these columns of `numel` elements take here, one after another."""
         return sum(column.nbytes(numel) for column in columns)
 
-    def record_columns(self, dtype: torch.dtype, moments: Sequence[Column], splits: bool) -> list[Column]:
-        """Return the columns of master and moments. splits: the weights are the master's upper half."""
-        return [Column(dtype), *moments]
-
     def place(self, stores: Stores, numel: int, dtype: torch.dtype) -> Stored | None:
         """Return a place for values yet to come; None where they need none."""
         return None
@@ -127,13 +130,13 @@ class Tier(ABC):
     def new_record(
         self, stores: Stores, values: Tensor, dtype: torch.dtype, moments: Sequence[Column], weights: Weights
     ) -> Record:
-        """Make a record whose master is a copy of `values` in `dtype`; `add_moments` completes it.
+        """Make a record whose master is a copy of `values`; `add_moments` completes it.
 
-        moments: those that there will be; on disk they have their space from the beginning.
-        weights(): the bf16 weights, if these may serve as the upper half of a master on disk.
+        dtype: of the master, or of remainders. moments: those that there will be; on disk they have their
+        space from the beginning. weights(): the bf16 weights, which remainders are of.
         """
-        there = values.to(self.memory(stores.accelerator))
-        return Record(self, self._make(stores, torch.empty, values.numel(), dtype).copy_(there))
+        kept = self._make(stores, torch.empty, values.numel(), dtype)
+        return Record(self, _filled(kept, values.to(kept.device), weights))
 
     def add_moments(self, stores: Stores, record: Record, moments: Sequence[Column]) -> None:
         """Add zero moments to a record that is here."""
@@ -153,9 +156,11 @@ class Tier(ABC):
         """
         old, here = record.opened(), self.memory(stores.accelerator)
         near = (here, stores.accelerator.device) if streamed else (here,)
-        serves = isinstance(shard, Tensor) and shard.device in near and shard.dtype is old.master.dtype
-        master = shard if serves else old.master.to(here)
-        return Record(self, master, tuple(m.to(here) for m in old.moments))
+        if isinstance(shard, Tensor) and shard.device in near and shard.dtype is old.master.dtype:
+            master = shard
+        else:
+            master = old.master.to(here)
+        return record.with_values(self, Opened(master, tuple(m.to(here) for m in old.moments)))
 
 
 class DeviceMemory(Tier):
@@ -205,9 +210,6 @@ class Disk(Tier):
     def nbytes(self, numel: int, *columns: Column) -> int:
         return sum(section_bytes(column.numel(numel), column.dtype) for column in columns)
 
-    def record_columns(self, dtype: torch.dtype, moments: Sequence[Column], splits: bool) -> list[Column]:
-        return [Column(LOWER if splits else dtype), *moments]
-
     def place(self, stores: Stores, numel: int, dtype: torch.dtype) -> Section:
         return self._allocate(stores, numel, [Column(dtype)])[0]
 
@@ -219,12 +221,8 @@ class Disk(Tier):
     def new_record(
         self, stores: Stores, values: Tensor, dtype: torch.dtype, moments: Sequence[Column], weights: Weights
     ) -> Record:
-        splits = stores.offload.compact and weights is not None
-        columns = self.record_columns(dtype, moments, splits)
-        first, *rest = self._allocate(stores, values.numel(), columns)
-        master = SplitMaster(weights, first) if splits and weights is not None else first
-        master.write(values)
-        return Record(self, master, tuple(rest))
+        first, *rest = self._allocate(stores, values.numel(), [Column(dtype), *moments])
+        return Record(self, _filled(first, values, weights), tuple(rest))
 
     def add_moments(self, stores: Stores, record: Record, moments: Sequence[Column]) -> None:
         """They exist already, as the file starts out as zeros."""
@@ -240,6 +238,13 @@ class Disk(Tier):
             Section(file, begin, column.numel(numel), column.dtype)
             for begin, column in zip(ends, columns, strict=False)
         ]
+
+
+def _filled(kept: Values, values: Tensor, weights: Weights) -> Values:
+    """Return a master with these values. kept: where it is, or where its remainders are."""
+    master = SplitMaster(weights, kept) if kept.dtype is REMAINDER else kept
+    put(master, slice(0, values.numel()), values)
+    return master
 
 
 ON_DEVICE, ON_HOST, ON_DISK = DeviceMemory(), HostMemory(), Disk()

@@ -34,6 +34,11 @@ class Stored(ABC):
             "engine.full_optimizer_state(name) returns those of a parameter"
         )
 
+    @property
+    def device(self) -> torch.device:
+        """Where they are first when they are read."""
+        return HOST
+
     def numel(self) -> int:
         return self._numel
 

@@ -10,29 +10,36 @@ from torch import Tensor
 
 from accelz import HOST
 from zero.tiers.stores import Stores
-from zero.tiers.values import Values, put
+from zero.tiers.tier import Opened
+from zero.tiers.values import Stored, Values, put
 
 
 class WeightWriter:
     """Sends the weights of one record to its shard.
 
-    narrow: where the optimizer's kernel writes 16-bit weights; None if it need not.
+    state: the record. narrow: where the optimizer's kernel writes 16-bit weights; None if it need not. Beside
+    a split master they are there before, as the kernel reads them.
     """
 
-    def __init__(self, stores: Stores, shard: Values, master: Tensor) -> None:
+    def __init__(self, stores: Stores, shard: Values, state: Opened) -> None:
         self._stores = stores
         self._shard = shard
-        self._master = master
+        self._master = state.master
+        self._is_split = state.is_split
         self._target = shard if self._is_near(shard) else self._make_staging(shard)
-        narrow = self._target.dtype.itemsize < master.dtype.itemsize
+        narrow = self._is_split or self._target.dtype.itemsize < self._master.dtype.itemsize
         self.narrow = self._target if narrow else None
+        if self._is_split and self._target is not shard:
+            self._fetch(shard, self._target)
 
     def deliver(self, stepped: Iterable[slice], skip: Tensor | None) -> None:
         """Send the weights to the shard.
 
         stepped: the stretches that the kernel has written to `narrow`, unless `skip` is 1.
         """
-        if self._target is not self._shard:
+        if self._is_split:
+            self._send()
+        elif self._target is not self._shard:
             written = self.narrow is not None and (skip is None or not bool(skip))
             self._fill(stepped if written else ())
         elif self.narrow is None:
@@ -48,6 +55,18 @@ class WeightWriter:
         kernels = self._stores.kernels(target.device)
         for gap in _between(written, target.numel()) if target is not master else ():
             kernels.scale_cast(target[gap], master[gap])
+        self._send()
+
+    def _fetch(self, shard: Values, target: Tensor) -> None:
+        """Fill the target with the weights as they are."""
+        target.copy_(shard.read() if isinstance(shard, Stored) else shard)
+        if shard.device != target.device:
+            where = "to host" if self._is_away(shard) else "to device"
+            self._stores.count_move(where, target.nbytes)
+
+    def _send(self) -> None:
+        """Send the target to the shard, unless that is the target."""
+        target = self._target
         if self._is_away(self._shard):
             self._stores.carrier.to_device(target, self._shard)
         elif target is not self._shard:
