@@ -346,6 +346,7 @@ def test_the_public_face_is_frozen() -> None:
         "loss_scale_window",
         "whole_parameters",
         "moments",
+        "masters",
         "units",
         "persistent_below",
         "prefetch",

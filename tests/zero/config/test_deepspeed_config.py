@@ -130,7 +130,7 @@ def test_tiers() -> None:
         ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "both enabled"),
         (
             {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}},
-            r"'bf16.bf16_master_weights_and_grads': masters stay in fp32, .*Config\(moments='bf16'\)",
+            r"'bf16.bf16_master_weights_and_grads': masters keep fp32 values, .*Config\(masters='split'",
         ),
         ({"fp16": {"enabled": True, "initial_scale_power": 12}}, r"starts at 2\*\*16"),
         ({"fp16": {"enabled": True, "initial_scale_power": 0}}, r"starts at 2\*\*16"),

@@ -137,9 +137,7 @@ def test_the_optimizer_has_no_values_between_steps() -> None:
     engine = engine_of(adamw, **SPLIT)
     piece = engine.optimizer.param_groups[0]["params"][0]
     assert piece.is_meta
-    with pytest.raises(
-        zero.ShardedParameterError, match=r"(?s)keeps elsewhere.*zero\.gathered"
-    ):
+    with pytest.raises(zero.ShardedParameterError, match=r"(?s)keeps elsewhere.*zero\.gathered"):
         piece + 1
     assert engine.full_master("gain").dtype is torch.float32
 

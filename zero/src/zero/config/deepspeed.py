@@ -67,8 +67,8 @@ HINTS = {
     "activation_checkpointing": "use torch.utils.checkpoint in the model",
     **dict.fromkeys(
         ("bf16.bf16_master_weights_and_grads", "fp16.fp16_master_weights_and_grads"),
-        "masters stay in fp32, and gradients travel in 16 bits; remove it (Config(moments='bf16'), which "
-        "'bf16_optimizer_states' becomes, halves the rest of the optimizer state)",
+        "masters keep fp32 values, and gradients travel in 16 bits; remove it (Config(masters='split', "
+        "moments='bf16') halves the optimizer state, and 'bf16_optimizer_states' becomes the latter)",
     ),
     "fp16.initial_scale_power": "the loss scale starts at 2**16; remove it",
     "fp16.hysteresis": "the loss scale is halved at every overflow, as with 1; remove it",
