@@ -127,8 +127,10 @@ def measured_body(
     rest = accelerator.memory.stats().allocated - before
     peaks = {phase: peak - before for phase, peak in peaks.items()}
     traffic = {k: v for k, v in engine.traffic.bytes.items() if k not in ("broadcast", "barrier")}
-    # Real kernels would need none, but the references have up to six fp32 tensors of a chunk at a time.
-    scratch = 6 * 4 * accelerator.kernels.chunk
+    # Real kernels would need none, but the references have up to six fp32 tensors of a chunk at a time, and
+    # put split masters together.
+    tensors = 8 if config.masters == "split" else 6
+    scratch = tensors * 4 * accelerator.kernels.chunk
     return {**peaks, "rest": rest, "traffic": traffic, "scratch": scratch}
 
 
@@ -163,6 +165,7 @@ TIED_AWAY, BIASED_AWAY = "tied, gradients on the host", "tied beside a bias, gra
 NARROW = "whole gradients kept, sent narrow"
 TWO_WAYS = (FP32, BESIDE, TIED_AWAY, BIASED_AWAY, NARROW)
 AWAY: dict[str, Any] = {"offload": {"optimizer": "host", "gradients": "host"}}
+SPLIT: dict[str, Any] = {"precision": "bf16", "masters": "split"}
 NESTED: dict[str, Any] = {"precision": "bf16", "units": ("Outer", "Block")}
 CASES: dict[str, tuple[dict[str, Any], Any, torch.dtype | None]] = {
     "tied": ({"precision": "bf16"}, torch.optim.AdamW, None),
@@ -201,6 +204,18 @@ CASES: dict[str, tuple[dict[str, Any], Any, torch.dtype | None]] = {
     "moments in 8 bits": ({"precision": "bf16", "moments": "8bit"}, torch.optim.AdamW, None),
     "moments in 8 bits, half on the host": (
         {"moments": "8bit", "offload": {"optimizer": "host", "fraction": 0.5}},
+        torch.optim.AdamW,
+        None,
+    ),
+    "split masters": ({**SPLIT, "moments": "bf16"}, torch.optim.AdamW, None),
+    "split masters, captured": ({**SPLIT, "capture_step": True}, torch.optim.AdamW, None),
+    "split masters, half on the host": (
+        {**SPLIT, "offload": {"optimizer": "host", "fraction": 0.5}},
+        torch.optim.AdamW,
+        None,
+    ),
+    "split masters, stepped on the device": (
+        {**SPLIT, "offload": {"optimizer": "host", "step": "device", "sub_group_size": 1 << 15}},
         torch.optim.AdamW,
         None,
     ),
