@@ -54,9 +54,10 @@ def values(engine: zero.Engine) -> dict[str, Tensor]:
     found: dict[str, list[Tensor]] = {}
     for index, group in enumerate(engine.optimizer.param_groups):
         for piece in group["params"]:
-            found.setdefault(f"{index}", []).append(piece.detach().cpu())
+            if not piece.is_meta:  # as of a split master
+                found.setdefault(f"{index}", []).append(piece.detach().cpu())
             for key, value in engine.optimizer.state[piece].items():
-                spread = value if value.dim() else value.expand_as(piece)
+                spread = value if value.dim() else value.expand(piece.shape)
                 found.setdefault(f"{index} {key}", []).append(spread.cpu())
     return {name: torch.cat([part.flatten() for part in parts]) for name, parts in found.items()}
 
@@ -89,6 +90,7 @@ TIERS_AND_SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"params": "host"}, {"precision": "fp16", "gradient_accumulation_steps": 2}
     ),
     "stage 2, clipped": ({}, {"stage": 2, **BF16, "clip_norm": 0.1}),
+    "split masters": ({}, {**BF16, "masters": "split"}),
     "fp32, local": ({}, {"gradient_accumulation_steps": 2, "accumulate": "local"}),
     "half, activations": (
         {"fraction": 0.5, "gradients": "host", "activations": "host"}, {**BF16, "optimizer": lion}

@@ -50,8 +50,8 @@ def step_sub_group(
     stretch that has the same hyper-parameters and step count; return these stretches, in ascending order.
 
     gradient: (numel,). narrow: 16-bit, of the same shape; receives the weights, and has those of a split
-    master before. rates: (param_groups, 2),
-    where the step is captured; see `accelz.updates.Update`. All are on one device.
+    master before. rates: (param_groups, 2), where the step is captured; see `accelz.updates.Update`. All are
+    on one device.
     """
     rule, steps, missed = stepped.rule, stepped.steps, stepped.missing(used)
     assert rule is not None

@@ -23,10 +23,9 @@ class PlacementRequest:
     """A group to be placed.
 
     item_bytes, gradient_bytes: per element of a parameter, and of its reduced gradient. resident: the group's
-    whole buffer stays on the device, and its shard is part of it. master, moments: what a record has;
-    see `Placement`. divisible: whether it may be stepped in parts, as a kernel
-    can. beside: what the user's optimizer keeps beside records, by rank; empty if it keeps none, or if that
-    is not needed.
+    whole buffer stays on the device, and its shard is part of it. master, moments: see `Placement`.
+    divisible: whether it may be stepped in parts, as a kernel can. beside: what the user's optimizer keeps
+    beside records, by rank; empty if it keeps none, or if that is not needed.
     """
 
     shard_numel: int
@@ -55,8 +54,7 @@ class Placement:
 
     optimizer: (elements, tier) of each sub-group, in the order of the shard; empty for a frozen group.
     master: the dtype of records' masters; of split ones, that of the remainders. moments: what records have
-    beside it. streamed: records on the host are on the device for the
-    step.
+    beside it. streamed: records on the host are on the device for the step.
     """
 
     optimizer: tuple[tuple[int, Tier], ...] = ()
