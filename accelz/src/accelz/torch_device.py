@@ -293,6 +293,8 @@ class TorchStreams(Streams):
         self._held: list[tuple[Event, Tensor]] = []
         self._holding = threading.Lock()
         self._capturing = threading.local()
+        self._one_capture = threading.Lock()
+        self._for_captures: Stream | None = None
 
     def current(self) -> Stream:
         return TorchStream(self._module.current_stream(), self._module.Event)
@@ -313,11 +315,19 @@ class TorchStreams(Streams):
             self._hold((stream.record(), tensor.detach()))
 
     def capture(self, run: Callable[[], None]) -> Graph:
-        """On a stream of its own, as graphs of torch's devices want it."""
+        """On a stream for captures, as graphs of torch's devices want it: one, for which libraries then keep
+        scratch memory once. One thread captures at a time."""
         if vars(self._capturing):
             raise BackendError("a capture inside a capture: capture one graph after the other")
         native = self._new_graph()
-        with self.use(self.new()):
+        with self._one_capture:
+            if self._for_captures is None:
+                self._for_captures = self.new()
+            self._record(native, self._for_captures, run)
+        return TorchGraph(native)
+
+    def _record(self, native: Any, stream: Stream, run: Callable[[], None]) -> None:
+        with self.use(stream):
             self._begin(native)
             self._capturing.graph = native
             try:
@@ -329,7 +339,6 @@ class TorchStreams(Streams):
             finally:
                 del self._capturing.graph
             native.capture_end()
-        return TorchGraph(native)
 
     def _new_graph(self) -> Any:
         """A graph of the device: with `capture_begin`, `capture_end` and `replay`."""
