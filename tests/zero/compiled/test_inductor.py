@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -42,7 +43,12 @@ def train(context: Context, compile: zero.Compile, autocast: bool) -> dict[str, 
     if not autocast:  # outside of it, the same evaluation
         with torch.no_grad():
             losses.append(engine(tokens(9, context.rank, model)).item())
-    return {"losses": losses, "bytes": nbytes, "mode": engine.explain().mode}
+    return {
+        "losses": losses,
+        "bytes": nbytes,
+        "mode": engine.explain().mode,
+        "failed": engine.explain().not_generated,
+    }
 
 
 def inductor_body(context: Context) -> dict[str, Any]:
@@ -60,6 +66,30 @@ def inductor_body(context: Context) -> dict[str, Any]:
             "not cached": counters["inductor"]["fxgraph_cache_bypass"],
         }
     return found
+
+
+def segments_body(context: Context) -> dict[str, Any]:
+    """Segments are compiled by themselves, and called."""
+    accelerator = context.accelerator
+    before = accelerator.capabilities
+    if not before.graph_capture:
+        accelerator.capabilities = replace(before, graph_capture=True)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*could not be captured", RuntimeWarning)
+            compiled = [zero.Compile(inner="aot_eager"), zero.Compile(graphs=True)]
+            runs = [train(context, compile, autocast=False) for compile in compiled]
+    finally:
+        accelerator.capabilities = before
+    return {"losses": [run["losses"] for run in runs], "failed": runs[1]["failed"]}
+
+
+@pytest.mark.usefixtures("generates_code")
+def test_segments_for_device_graphs_train_as_aot_eager(cluster: Clusters, device: str) -> None:
+    for found in cluster(2).run(segments_body, limit=280):
+        assert found["failed"] == ""
+        eager, segments = found["losses"]
+        assert scaled_error(segments, eager) < (1e-5 if device == "cpu" else 1e-3), found
 
 
 @pytest.mark.usefixtures("generates_code")

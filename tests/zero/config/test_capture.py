@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -10,10 +12,14 @@ import accelz
 import zero
 
 
-def test_a_device_without_graphs_is_named() -> None:
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [("capture_step", {"capture_step": True}), ("graphs", {"compile": zero.Compile(graphs=True)})],
+)
+def test_a_device_without_graphs_is_named(name: str, config: dict[str, Any]) -> None:
     if accelz.current().capabilities.graph_capture:
         pytest.skip("this device captures graphs")
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(zero.ConfigError, match=r"captures no graphs .* leave out capture_step"):
-        zero.initialize(model, optimizer, zero.Config(capture_step=True))
+    with pytest.raises(zero.ConfigError, match=rf"captures no graphs .* leave out {name}"):
+        zero.initialize(model, optimizer, zero.Config(**config))

@@ -536,6 +536,8 @@ class Engine:
         self._reducer.leave_device()
         self._full_parameters.begin_write()
         self._state_offload.offload()
+        if self._compiled is not None:
+            self._compiled.offload_state()
         self.accelerator.streams.synchronize()
         self.accelerator.memory.trim()
 

@@ -9,8 +9,9 @@ ops                     these operations: the list of them is here
 graphs, liveness        reading graphs; the memory that they take
 passes                  one pass per file
 persistence             units that stay gathered until the weights change
-explain                 what the passes did
-pipeline                all of them in their order
+segments, replays       what device graphs can hold of a graph; capturing and replaying it
+explain                 what the passes and replays did
+pipeline                all passes in their order
 inductor, local_inputs, backend
                         the inner compiler; DTensors as their local tensors; what dynamo calls
 model                   the model whose calls are compiled; puts it all together

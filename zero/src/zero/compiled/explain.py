@@ -12,6 +12,7 @@ from zero.compiled.graphs import ShardedGraph, begun_by, text, travels_in, unit_
 from zero.compiled.liveness import peak_of
 from zero.compiled.ops import REDUCE, RELEASE
 from zero.compiled.persistence import PersistCandidate
+from zero.compiled.replays import Count
 from zero.config import sizes
 
 IN_BYTES = frozenset({"list_schedule"})
@@ -63,6 +64,7 @@ class Explanation:
     room: bytes for units that persist; None if that is not decided, or not wanted. persistent: those units,
         worth most first.
     not_generated: why inductor could not compile some graph, whose operations run one by one; or "".
+    replays: what has been captured and replayed, with `Compile(graphs=True)`; else None.
     """
 
     mode: str
@@ -72,6 +74,7 @@ class Explanation:
     room: int | None = None
     persistent: tuple[PersistCandidate, ...] = ()
     not_generated: str = ""
+    replays: Count | None = None
 
     def __str__(self) -> str:
         without = [f"not all code was generated, because: {self.not_generated}"] if self.not_generated else []
@@ -81,6 +84,8 @@ class Explanation:
         lines = [*without, *(line for report in self.graphs for line in _lines(report))]
         if self.room is not None:
             lines.append(_kept(self.room, self.persistent))
+        if self.replays is not None:
+            lines.append(_replayed(self.replays))
         return "\n".join([*lines, f"measured peak of gathered bytes: {sizes.human(self.measured_peak)}"])
 
 
@@ -107,6 +112,13 @@ def predicted_peak(graph: ShardedGraph) -> int:
             whole.pop(unit_of(node), None)
         peak = max(peak, sum(whole.values()))
     return peak
+
+
+def _replayed(count: Count) -> str:
+    done = f"{count.captured} of {count.segments} segments captured, {sizes.human(count.nbytes)} kept"
+    often = f"segments replayed {count.replayed} times, called {count.called} times"
+    failed = f"; not all can be, because: {count.failed}" if count.failed else ""
+    return f"graphs: {done}; {often}{failed}"
 
 
 def _kept(room: int, persistent: Sequence[PersistCandidate]) -> str:

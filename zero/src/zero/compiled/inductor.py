@@ -16,10 +16,15 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
-from torch import fx
+from torch import Tensor, fx
 from torch._functorch import config as functorch_config
+from torch._guards import TracingContext
+from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+from zero.compiled.graphs import outputs
+from zero.compiled.replays import Replays
 
 Compiled = Callable[..., Any]
 Telling = Callable[[str, str], AbstractContextManager[None]]
@@ -70,14 +75,22 @@ _ONE_BY_ONE = (
 
 
 def compile_graph(
-    module: fx.GraphModule, inputs: Sequence[Any], partition: Partition, inference: Inference
+    module: fx.GraphModule,
+    replays: Replays | None,
+    inputs: Sequence[Any],
+    partition: Partition,
+    inference: Inference,
 ) -> Compiled:
-    """Compile dynamo's graph. partition: takes the place of inductor's own. inference: runs before its
-    compiler, on graphs without a backward."""
+    """Compile dynamo's graph. replays: where segments are captured, each of which is compiled by itself;
+    else None. partition: takes the place of inductor's own. inference: runs before its compiler, on graphs
+    without a backward."""
 
     def inner(graph: fx.GraphModule, fakes: Sequence[Any], **options: Any) -> Any:
         if options.get("is_inference"):
             graph = inference(graph)
+        if replays is not None:
+            _keep_strides(graph, TracingContext.get().output_strides)
+            return replays.make(graph, _generate_segment)
         return compile_fx_inner(graph, fakes, **options)
 
     # The passes have put nodes into an order that takes little memory and is the same on all ranks. Another
@@ -86,6 +99,23 @@ def compile_graph(
     settings = {**AT_ONCE, "enable_autograd_cache": False}  # a cache would skip the passes and their reports
     with functorch_config.patch(settings):
         return cast(Compiled, compile_fx(module, inputs, inner, patches))
+
+
+def _generate_segment(segment: fx.GraphModule, fakes: Sequence[Any]) -> Callable[[Sequence[Any]], Any]:
+    """Compile a segment of a graph, whose results have the strides that the next one was traced with."""
+    output = outputs(segment.graph)
+    output.meta["user_visible_output_idxs"] = range(len(output.args[0]))  # type: ignore[arg-type]
+    # The passes are done, and inductor's cache of compiled graphs cannot tell partitioners apart.
+    with inductor_config.patch(custom_partitioner_fn=None), TracingContext.report_output_strides():
+        compiled = compile_fx_inner(segment, fakes)
+    return lambda inputs: compiled(list(inputs))
+
+
+def _keep_strides(graph: fx.GraphModule, reported: list[Any] | None) -> None:
+    """Report the strides of a graph's outputs: those that it was traced with."""
+    if reported is not None:
+        values = (n.meta.get("val") if isinstance(n, fx.Node) else n for n in outputs(graph.graph).args[0])  # type: ignore[union-attr]
+        reported += [v.stride() if isinstance(v, Tensor) else None for v in values]
 
 
 class _Partitioner(CustomPartitionerFn):  # type: ignore[misc,unused-ignore]

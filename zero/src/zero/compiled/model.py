@@ -26,6 +26,7 @@ from zero.compiled.backend import NotOneGraph, ShardingBackend
 from zero.compiled.explain import Explanation
 from zero.compiled.facts import gather_facts
 from zero.compiled.persistence import Persistence
+from zero.compiled.replays import Replays
 from zero.compiled.runtime import Runtime
 from zero.config.training import Config
 from zero.errors import UsageError, ZeroError, some
@@ -54,7 +55,9 @@ class CompiledModel:
         self._telling = weakly(communicator.telling)
         self._runtime = runtime = Runtime(stores.accelerator, training_pass)
         facts, leaving = gather_facts(runtime.handle, training_pass), _leaving(config, stores)
-        self._backend = ShardingBackend(facts, runtime.parameters, settings, leaving, self._telling)
+        self._replays = Replays(stores.accelerator) if settings.graphs else None
+        compiling = settings, leaving, self._replays, self._telling
+        self._backend = ShardingBackend(facts, runtime.parameters, *compiling)
         self._persistence = Persistence(runtime, stores.accelerator, communicator, settings.persist_budget)
         for each in module.modules():
             _settle_hook_order(each)
@@ -66,6 +69,7 @@ class CompiledModel:
         self._why = ""  # what kept the model from being one graph
         self._lost = ". Its activations stay on the device" if leaving else ""
         self._lost += ". No unit persists" if settings.persist_budget != 0 else ""
+        self._lost += ". No graph is captured" if settings.graphs else ""
         self._parameters = [p for u in self._units for g in u.groups if g.trainable for p in g.parameters]
         self._frames: dict[tuple[bool, ...], Callable[..., Any]] = {}  # by which of them are not frozen
         self._is_one_graph = True
@@ -101,7 +105,14 @@ class CompiledModel:
         mode = "graph" if self._is_one_graph else "units"
         reports, kept = tuple(self._backend.reports), self._persistence
         failed = self._backend.generator.failed
-        return Explanation(mode, self._why, reports, self._runtime.peak, kept.room, kept.chosen, failed)
+        replays = None if self._replays is None else self._replays.count()
+        found = self._runtime.peak, kept.room, kept.chosen, failed, replays
+        return Explanation(mode, self._why, reports, *found)
+
+    def offload_state(self) -> None:
+        """Give back the device's memory that captured graphs keep."""
+        if self._replays is not None:
+            self._replays.drop()
 
     def after_step(self) -> None:
         """Collective, between optimizer steps."""

@@ -85,7 +85,7 @@ def _begin_ahead(graph: ShardedGraph, settings: Compile) -> dict[str, int]:
 
 def _finish(graph: ShardedGraph, settings: Compile) -> dict[str, int]:
     counts: dict[str, int] = {}
-    if settings.inner == "inductor":
+    if settings.inner == "inductor" and not settings.graphs:  # else no release is in generated code
         counts |= {"tie_releases": tie_releases(graph)}
     graph.finish()
     return counts

@@ -19,6 +19,8 @@ class Compile(Validated):
     persist_budget: bytes, or e.g. "1GiB", for units that stay gathered from one use to the next, until the
         weights change; "auto": the device memory that the first steps leave free, less a margin. The units
         whose gathers cost most time per byte are chosen, as measured in the first steps.
+    graphs: on devices that capture graphs, record what lies between gathers and reductions of a compiled
+        graph, once its operands stay where they are, and replay that, with less work of the host.
     dynamic: as in torch.compile: None makes a dimension dynamic when it changes, True at once, False never.
     """
 
@@ -26,4 +28,5 @@ class Compile(Validated):
     fuse_casts: bool = True
     prefetch_budget: Converted[Bytes | None, int | str | None] = held(None)
     persist_budget: Converted[Literal["auto"] | Bytes, int | str] = held(0)
+    graphs: bool = False
     dynamic: bool | None = None

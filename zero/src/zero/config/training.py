@@ -198,6 +198,11 @@ class Config(Validated):
             )
         if self.offload.activations != "device" and self.compile is None:
             raise ValueError("offload: activations are offloaded only in compiled graphs; set compile=True")
+        if self.offload.activations != "device" and self.compile is not None and self.compile.graphs:
+            raise ValueError(
+                "compile: captured graphs keep the activations' memory on the device; leave out graphs or "
+                "offload.activations"
+            )
         if self.masters == "split" and self.precision not in ("bf16", "model"):
             raise ValueError("masters: 'split' is for masters of bf16 parameters; set precision='bf16'")
         return self

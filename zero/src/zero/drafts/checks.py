@@ -153,11 +153,16 @@ def check_compilation(config: Config, accelerator: Accelerator) -> None:
 
 
 def check_capture(config: Config, accelerator: Accelerator) -> None:
-    """Raise ConfigError if the device cannot capture what `config.capture_step` asks for."""
-    if config.capture_step and not accelerator.capabilities.graph_capture:
+    """Raise ConfigError if the device cannot capture what `config` asks for."""
+    wanted = {
+        "capture_step": config.capture_step,
+        "graphs": config.compile is not None and config.compile.graphs,
+    }
+    asked = [name for name, is_wanted in wanted.items() if is_wanted]
+    if asked and not accelerator.capabilities.graph_capture:
         raise ConfigError(
-            f"capture_step: the device {accelerator.name!r} captures no graphs (its backend does not declare "
-            "graph_capture); leave out capture_step"
+            f"{asked[0]}: the device {accelerator.name!r} captures no graphs (its backend does not declare "
+            f"graph_capture); leave out {' and '.join(asked)}"
         )
 
 
