@@ -440,7 +440,7 @@ def _peers(names: str) -> tuple[str, ...]:
 
 def _compiled_peers(names: str) -> tuple[str, ...]:
     chosen = [name.strip() for name in names.split(";") if name.strip()] or list(compiled_peers.PEERS)
-    every = compiled_peers.PEERS | compiled_peers.FLOAT8
+    every = compiled_peers.PEERS | compiled_peers.ON_REQUEST
     unknown = [name for name in chosen if name not in every]
     if unknown:
         known = "; ".join(every)

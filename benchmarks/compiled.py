@@ -28,7 +28,7 @@ class CompiledOptions:
     """Options of the benchmark.
 
     device: the accelz backend. batch: sequences per rank. steps: timed steps in a turn. peers: some of
-    `compiled_peers.PEERS` and `FLOAT8`. link: Gbit/s that the ranks' loopback carries in all; None for no
+    `compiled_peers.PEERS` and `ON_REQUEST`. link: Gbit/s that the ranks' loopback carries in all; None for no
     limit. limit: seconds that one call may take. within: seconds after which no further round begins; None
     for no limit.
     """

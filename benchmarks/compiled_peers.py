@@ -45,7 +45,12 @@ class AutocastPeer(Peer):
         elif compile is not None and not generates_code(accelerator.device.type):
             compile = compile.model_copy(update={"inner": "aot_eager"})
         self._device = accelerator.device.type
-        config = zero.Config(compile=compile, gather_dtype=gather_dtype, timeout=setting.timeout)
+        config = zero.Config(
+            compile=compile,
+            capture_step=compile is not None and compile.graphs,
+            gather_dtype=gather_dtype,
+            timeout=setting.timeout,
+        )
         self._engine = zero.initialize(model, torch.optim.AdamW(model.parameters(), **ADAMW), config)
         self._engine.traffic.clear()
 
@@ -112,7 +117,8 @@ PEERS: dict[str, Callable[[Decoder, Setting], Peer]] = {
     FSDP2: build_fsdp2_compiled,
     FSDP2_AUTOCAST: build_fsdp2_autocast,
 }
-FLOAT8: dict[str, Callable[[Decoder, Setting], Peer]] = {
+ON_REQUEST: dict[str, Callable[[Decoder, Setting], Peer]] = {
+    "zero3, graphs": partial(AutocastPeer, compile=zero.Compile(graphs=True)),
     "zero3, float8 tensorwise": partial(AutocastPeer, compile=zero.Compile(), products="tensorwise"),
     "zero3, float8 rowwise": partial(AutocastPeer, compile=zero.Compile(), products="rowwise"),
     "zero3, float8 tensorwise, codes travel": partial(
@@ -120,4 +126,5 @@ FLOAT8: dict[str, Callable[[Decoder, Setting], Peer]] = {
     ),
     "zero3, float8 tensorwise, eager": partial(AutocastPeer, compile=None, products="tensorwise"),
 }
-"""Peers that need torchao, and compute something else: their losses are compared by `loss_curves`."""
+"""Peers that need torchao, or a device that captures graphs, and that round otherwise: their losses are compared by
+`loss_curves` and `replayed`."""

@@ -155,7 +155,7 @@ def check_losses(losses: dict[str, list[float]]) -> None:
 def _comparable(records: dict[str, Record], ranks: int) -> dict[str, list[float]]:
     """The losses of peers that train on the same batches, in about the same arithmetic: `plain` has its own
     rank's alone."""
-    others = {*compiled_peers.FLOAT8, *(("plain",) if ranks > 1 else ())}
+    others = {*compiled_peers.ON_REQUEST, *(("plain",) if ranks > 1 else ())}
     return {name: record.losses for name, record in records.items() if name not in others}
 
 

@@ -57,7 +57,7 @@ class StepRank:
         batches = model.make_batches(self._size, self._setting.batch, self._length, rank, POOL)
         self._batches = [(x.to(accelerator.device), y.to(accelerator.device)) for x, y in batches]
         zeros = mesh_peers.PEERS | loop_peers.PEERS | offload_peers.PEERS | compiled_peers.PEERS
-        every = peers.PEERS | zeros | compiled_peers.FLOAT8 | host_peers.PEERS
+        every = peers.PEERS | zeros | compiled_peers.ON_REQUEST | host_peers.PEERS
         make = every[self._name]
         with accelerator.device:  # on a host, random numbers for a large model take half a minute
             network = model.build(self._size, self._length)

@@ -29,9 +29,12 @@ STEP = (Target("to_plain", 0.92), Target("to_fsdp2", 0.80), Target("peak_to_fsdp
 """Of a step of 0.94 G parameters at one rank."""
 SMALL = (Target("to_plain", 1.00), Target("to_zero3", 0.80, "zero3-captured"))
 """Of a model of 98 M parameters, whose steps are short beside what the engine itself takes."""
-COMPILED = (Target("to_fsdp2", 0.90, "zero3, one"),)
+COMPILED = (Target("to_fsdp2", 0.90, "zero3, one"), Target("to_eager", 0.80, "zero3, graphs"))
 FLOAT8 = (Target("to_one_ahead", 0.80, "zero3, float8"),)
 """Relative to the same compiled step in bf16."""
+FURTHEST = {"aot_eager": 0.0, "inductor": 1e-2}
+"""How far, relatively, losses of replayed graphs may be from those of called ones, by what compiles them. Inductor
+fuses other operations where it compiles segments by themselves."""
 OFFLOAD = (Target("to_fsdp2-host", 1.00, "zero3-host-params"),)
 """With as much on the host as FSDP2 has, which cannot keep less there."""
 DEEPSPEED = (Target("to_deepspeed3-host", 0.50),)
@@ -53,7 +56,7 @@ QUICK_STEP = "--ranks 1 --size tiny --length 16 --batch 1 --rounds 1 --no-memory
 FULL_COMPILED = "--ranks 1 --no-memory --size large --length 1024 --batch 2 --rounds 7"
 FULL_FLOAT8 = "--ranks 1 --no-memory --size 1b --length 2048 --batch 2 --rounds 2 --steps 6"
 QUICK_COMPILED = "--ranks 1 --no-memory --size tiny --length 16 --batch 1 --rounds 1 --steps 1"
-COMPILED_PEERS = "zero3, one ahead; zero3, eager; fsdp2, compiled; fsdp2, compiled, autocast"
+COMPILED_PEERS = "zero3, one ahead; zero3, eager; zero3, graphs; fsdp2, compiled; fsdp2, compiled, autocast"
 BF16_PEER = "zero3, one ahead"
 FLOAT8_WAYS = ("tensorwise", "rowwise", "tensorwise, codes travel")
 FULL_OFFLOAD = "--ranks 1 --size huge --length 2048 --batch 2 --rounds 3 --steps 2"
@@ -114,6 +117,30 @@ def captured(plan: Plan) -> Outcome:
     )
     said += f"{found['called'] * 1e6:.0f} us to call kernels, {found['replayed'] * 1e6:.0f} us to replay"
     return Outcome("captured", ok, said, detail=found)
+
+
+def replayed(plan: Plan) -> Outcome:
+    """Replay a compiled model's forward and backward as graphs, where the device captures: their losses beside those
+    of called graphs, and the time that both take."""
+    facts = device_facts(plan, plan.device)
+    if facts is not None and not facts["capabilities"]["graph_capture"]:
+        return Outcome("replayed", True, f"{plan.device} captures no graphs")
+    size = "--steps 12" if plan.quick else "--size large --length 512 --steps 40"
+    rows, ended = list[dict[str, Any]](), ""
+    for inner in ("aot_eager",) if plan.quick else tuple(FURTHEST):
+        options = ("--inner", inner, *size.split())
+        more, how = rows_of(plan, f"replayed-{inner}", 200, "benchmarks.replayed", *options)
+        rows, ended = rows + more, ended or how
+    for row in rows:
+        if not row["replays"] or row["failed"] or row["furthest"] > FURTHEST[row["inner"]]:
+            row["error"] = f"{row['replays']} replays, {row['failed']} failures, losses off by {row['furthest']:.0e}"
+    said = [
+        f"{row['inner']}: {row['captured']} of {row['segments']} segments captured, losses within "
+        f"{row['furthest']:.0e}, {row['called'] * 1e3:.1f} ms called and {row['replayed'] * 1e3:.1f} ms replayed, of "
+        f"which the host takes {row['host_called'] * 1e3:.1f} and {row['host_replayed'] * 1e3:.1f} ms"
+        for row in rows
+    ]
+    return from_rows("replayed", rows, ended, said, [])
 
 
 def bandwidth(plan: Plan) -> Outcome:

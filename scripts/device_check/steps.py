@@ -13,7 +13,7 @@ from scripts.device_check.plan import LOG, Plan
 ORDER = (
     suites.info, suites.kernels, measures.captured, measures.step, measures.small, measures.hooks,
     measures.lengths, suites.shared, suites.conformance, measures.bits, suites.registered, measures.several,
-    measures.compiled, measures.float8, measures.curves, measures.compile_time, suites.sanitizer,
+    measures.compiled, measures.replayed, measures.float8, measures.curves, measures.compile_time, suites.sanitizer,
     measures.bandwidth, suites.engine, measures.offload_3b, measures.largest, measures.deepspeed,
     measures.offload,
 )  # fmt: skip
@@ -21,7 +21,7 @@ STEPS = {f.__name__: f for f in ORDER}
 """The steps by name, the most valuable first in case time runs out."""
 PLANS = {
     "first": "info,kernels,captured,step,small,hooks,lengths",
-    "compiled": "info,compiled,float8,curves,compile_time",
+    "compiled": "info,replayed,compiled,float8,curves,compile_time",
     "correct": "info,shared,conformance,registered,bits,sanitizer,bandwidth",
     "engine": "shared,engine",
     "host": "info,offload_3b,largest,deepspeed,offload",
