@@ -126,5 +126,5 @@ ON_REQUEST: dict[str, Callable[[Decoder, Setting], Peer]] = {
     ),
     "zero3, float8 tensorwise, eager": partial(AutocastPeer, compile=None, products="tensorwise"),
 }
-"""Peers that need torchao, or a device that captures graphs, and that round otherwise: their losses are compared by
-`loss_curves` and `replayed`."""
+"""Peers that need torchao, or a device that captures graphs, and that round otherwise: their losses are
+compared by `loss_curves` and `replayed`."""

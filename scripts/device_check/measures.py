@@ -33,8 +33,8 @@ COMPILED = (Target("to_fsdp2", 0.90, "zero3, one"), Target("to_eager", 0.80, "ze
 FLOAT8 = (Target("to_one_ahead", 0.80, "zero3, float8"),)
 """Relative to the same compiled step in bf16."""
 FURTHEST = {"aot_eager": 0.0, "inductor": 1e-2}
-"""How far, relatively, losses of replayed graphs may be from those of called ones, by what compiles them. Inductor
-fuses other operations where it compiles segments by themselves."""
+"""How far, relatively, losses of replayed graphs may be from those of called ones, by what compiles them.
+Inductor fuses other operations where it compiles segments by themselves."""
 OFFLOAD = (Target("to_fsdp2-host", 1.00, "zero3-host-params"),)
 """With as much on the host as FSDP2 has, which cannot keep less there."""
 DEEPSPEED = (Target("to_deepspeed3-host", 0.50),)
@@ -120,8 +120,8 @@ def captured(plan: Plan) -> Outcome:
 
 
 def replayed(plan: Plan) -> Outcome:
-    """Replay a compiled model's forward and backward as graphs, where the device captures: their losses beside those
-    of called graphs, and the time that both take."""
+    """Replay a compiled model's forward and backward as graphs, where the device captures: their losses
+    beside those of called graphs, and the time that both take."""
     facts = device_facts(plan, plan.device)
     if facts is not None and not facts["capabilities"]["graph_capture"]:
         return Outcome("replayed", True, f"{plan.device} captures no graphs")
@@ -133,11 +133,12 @@ def replayed(plan: Plan) -> Outcome:
         rows, ended = rows + more, ended or how
     for row in rows:
         if not row["replays"] or row["failed"] or row["furthest"] > FURTHEST[row["inner"]]:
-            row["error"] = f"{row['replays']} replays, {row['failed']} failures, losses off by {row['furthest']:.0e}"
+            told = row["failed"] or f"{row['replays']} replays"
+            row["error"] = f"{told}, losses off by {row['furthest']:.0e}"
     said = [
         f"{row['inner']}: {row['captured']} of {row['segments']} segments captured, losses within "
-        f"{row['furthest']:.0e}, {row['called'] * 1e3:.1f} ms called and {row['replayed'] * 1e3:.1f} ms replayed, of "
-        f"which the host takes {row['host_called'] * 1e3:.1f} and {row['host_replayed'] * 1e3:.1f} ms"
+        f"{row['furthest']:.0e}; called {row['called'] * 1e3:.1f} ms, {row['host_called'] * 1e3:.1f} of the "
+        f"host; replayed {row['replayed'] * 1e3:.1f} ms, {row['host_replayed'] * 1e3:.1f} of the host"
         for row in rows
     ]
     return from_rows("replayed", rows, ended, said, [])

@@ -13,9 +13,9 @@ from scripts.device_check.plan import LOG, Plan
 ORDER = (
     suites.info, suites.kernels, measures.captured, measures.step, measures.small, measures.hooks,
     measures.lengths, suites.shared, suites.conformance, measures.bits, suites.registered, measures.several,
-    measures.compiled, measures.replayed, measures.float8, measures.curves, measures.compile_time, suites.sanitizer,
-    measures.bandwidth, suites.engine, measures.offload_3b, measures.largest, measures.deepspeed,
-    measures.offload,
+    measures.replayed, measures.compiled, measures.float8, measures.curves, measures.compile_time,
+    suites.sanitizer, measures.bandwidth, suites.engine, measures.offload_3b, measures.largest,
+    measures.deepspeed, measures.offload,
 )  # fmt: skip
 STEPS = {f.__name__: f for f in ORDER}
 """The steps by name, the most valuable first in case time runs out."""

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.slow  # starts programs
 ROOT = Path(__file__).resolve().parents[2]
 CALLS = (
     "info,bits,shared,conformance,kernels,captured,sanitizer,bandwidth,registered,several,hooks",
-    "step,small,compiled,engine,offload,offload_3b,deepspeed,lengths,compile_time,float8,curves,largest",
+    "step,small,replayed,compiled,engine,offload,offload_3b,deepspeed,lengths,compile_time,float8,curves,largest",
 )
 """The steps of two calls."""
 MEASURED = ("hooks", "lengths", "compile_time", "largest")
