@@ -80,7 +80,7 @@ class FlatBuffer:
         self.nbytes = data.numel() * data.element_size()
         self._storage = data.untyped_storage()
         # Views are made once, while the bytes exist: as_strided refuses an emptied storage.
-        self.views = tuple(data.as_strided(s.shape, s.stride, s.offset) for s in slots)
+        self.views = tuple([data.as_strided(s.shape, s.stride, s.offset) for s in slots])
 
     @property
     def materialized(self) -> bool:

@@ -3,7 +3,6 @@
 Modules, lowest first:
 
 loss_scale              for fp16
-communication_buffer    a whole buffer in memory for collectives
 reduced_slice           what is left of a group's gradients, in its tier
 group_gradients         a group's whole buffer while backward runs
 replica_sums            sums over several replicas of the model

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from accelz import HOST, FlatBuffer, Slot
 from zero.config.training import DTYPES, Config
-from zero.gradients.communication_buffer import CommunicationBuffer
 from zero.gradients.reduced_slice import ReducedSlice, added
 from zero.sharding.flat_group import FlatGroup
 from zero.sharding.sharded_unit import ShardedUnit
@@ -160,8 +159,8 @@ class GroupGradients:
         runs a backward inside the backward, and no gradient tells when that one ends. more: another graph has
         a gradient to be added to this one.
         """
-        was_full = len(self.fired) == self._count
-        self.fired.add(index)
+        fired, before = self.fired, len(self.fired)
+        fired.add(index)
         self.locally_used.add(index)
         gradient = gradient.to_dense() if gradient.is_sparse else gradient
         again, whole = index in self.filled, self.whole
@@ -176,8 +175,8 @@ class GroupGradients:
             whole.views[index].copy_(gradient)
             self.filled.add(index)
         if more:
-            self.fired.discard(index)
-        return not was_full and len(self.fired) == self._count
+            fired.discard(index)
+        return before < len(fired) == self._count
 
     def _open(self, adds: bool = False) -> FlatBuffer:
         """The whole buffer, made if there is none, and widened if more is to be added than was expected; the
@@ -404,8 +403,8 @@ class GroupGradients:
 
     def release_whole(self, whole: FlatBuffer) -> None:
         """Release a whole buffer that has been reduced, so that other gradients can use it, unless it is
-        kept."""
-        if self.is_kept(whole):
+        kept. One in memory of the library of collectives must not be written to again: it is let go."""
+        if self.is_kept(whole) or self._in_communication_buffers:
             return
         whole.release()
         self._buffers.setdefault(whole.data.dtype, whole)
@@ -418,10 +417,12 @@ class GroupGradients:
             self.release_whole(whole)
 
     def _buffer(self, dtype: torch.dtype) -> FlatBuffer:
-        known = self._buffers.pop(dtype, None)
-        if known is None and self._in_communication_buffers:
-            return CommunicationBuffer(self.group, self._accelerator, dtype)
-        buffer = known or self._accelerator.flat_buffers.empty_like(self.group.home, dtype)
+        home, accelerator = self.group.home, self._accelerator
+        if self._in_communication_buffers:
+            numel, ranks = self.group.layout.numel, self.group.mesh.shards
+            data = accelerator.collectives.empty(numel, dtype, accelerator.device, ranks)
+            return FlatBuffer(data, home.parameters, home.slots)
+        buffer = self._buffers.pop(dtype, None) or accelerator.flat_buffers.empty_like(home, dtype)
         buffer.materialize()
         return buffer
 

@@ -98,7 +98,10 @@ class ParameterChecks:
 
     def _new(self) -> list[nn.Parameter]:
         """The parameters that the engine does not have."""
-        every = chain.from_iterable(map(_values, map(attrgetter("_parameters"), _modules_of(self._model()))))
+        modules = _modules_of(self._model())
+        every = list(chain.from_iterable(map(_values, map(attrgetter("_parameters"), modules))))
+        if self._known.issuperset(map(id, every)):  # without a loop in Python
+            return []
         return [parameter for parameter in every if id(parameter) not in self._known]
 
     def _names(self, parameters: Iterable[nn.Parameter]) -> list[str]:

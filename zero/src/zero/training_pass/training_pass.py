@@ -364,12 +364,12 @@ class TrainingPass(Uncopied):
             self.enter()
             if not self.in_backward:
                 raise UsageError(_OUTSIDE)
-        calls, task = self.calls[gradients.unit.index], torch._C._current_graph_task_id()
+        task = torch._C._current_graph_task_id()
         if task != self.order.task:
-            calls.gradient_arrived(task)
+            self.calls[gradients.unit.index].gradient_arrived(task)
         with apart():
             if gradients.add(index, gradient, more) and self.reducer.completes_unit(gradients):
-                calls.gradients_complete()
+                self.calls[gradients.unit.index].gradients_complete()
 
     def receive_from_graph(self, group: FlatGroup, index: int, gradient: Tensor, more: bool) -> None:
         """Take a parameter's gradient from a compiled graph."""
