@@ -252,10 +252,12 @@ class DescriptorContract:
                 ended.wait(PATIENCE)
 
         with ThreadPoolExecutor(1) as pool:
-            with accelerator.profiler_range("kit of this thread"):
-                other = pool.submit(overlap)
-                begun.wait(PATIENCE)
-            ended.set()
+            try:
+                with accelerator.profiler_range("kit of this thread"):
+                    other = pool.submit(overlap)
+                    begun.wait(PATIENCE)
+            finally:
+                ended.set()  # the pool waits for the other thread
             other.result()
 
     @about("Accelerator.bind", "Collectives.init")
