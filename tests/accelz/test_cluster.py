@@ -18,6 +18,8 @@ from accelz.conformance.cluster import Cluster, ClusterError, Clusters, Context
 from accelz.conformance.contract import ContractBroken, checked
 from accelz_cpu.accelerator import build
 
+from . import forked
+
 pytestmark = pytest.mark.slow  # starts programs
 
 
@@ -208,3 +210,11 @@ def test_workers_see_the_environment_of_their_start(device: str, monkeypatch: py
 def test_an_unknown_device_is_named_when_the_ranks_start() -> None:
     with pytest.raises(ClusterError, match="nosuch"):
         Cluster("nosuch", 1).run(_place)
+
+
+def test_collections_pass_over_what_the_server_has_imported(tmp_path: Path) -> None:
+    done = forked.python(
+        tmp_path,
+        "import gc, sys; print('torch' in sys.modules, gc.isenabled(), len(gc.get_objects()) < 10_000)",
+    )
+    assert done.stdout == "True True True\n", done.stderr

@@ -41,6 +41,7 @@ from accelz.ranks.group import Group
 START_SECONDS = 60.0
 GRACE_SECONDS = 3.0
 _PRELOADED = [__name__, "pytest"]
+_FIRST, _LAST = "accelz.conformance.imports_begin", "accelz.conformance.imports_end"
 
 
 @dataclass(frozen=True)
@@ -270,9 +271,9 @@ def prepare() -> None:
 def _forkserver() -> ForkServerContext:
     """A context that forks processes from a server with torch imported, so that ranks start at once.
 
-    The server has used no device.
+    The server has used no device. Its heap is frozen.
     """
-    multiprocessing.set_forkserver_preload(_PRELOADED)
+    multiprocessing.set_forkserver_preload([_FIRST, *_PRELOADED, _LAST])
     return multiprocessing.get_context("forkserver")
 
 

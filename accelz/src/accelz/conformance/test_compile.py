@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._inductor import config as inductor
 from torch.nn import functional as F
 
 from accelz.accelerator import Accelerator
@@ -48,11 +47,13 @@ class CompileContract:
     @about(WHERE)
     def test_a_model_is_compiled(self, accelerator: Accelerator, how: str) -> None:
         """Forward and backward of a compiled model are one graph each, and right."""
+        from torch._inductor import config  # here: a run of other tests does without a second of imports
+
         model, host = _on(accelerator.device), _on(torch.device("cpu"))
         values = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
         torch.compiler.reset()
         try:
-            with inductor.patch(QUICKLY):
+            with config.patch(QUICKLY):
                 result = torch.compile(model, backend=how, fullgraph=True)(values.to(accelerator.device))
                 result.square().sum().backward()
         except Exception as error:
