@@ -38,6 +38,7 @@ Inductor fuses other operations where it compiles segments by themselves."""
 OFFLOAD = (Target("to_fsdp2-host", 1.00, "zero3-host-params"),)
 """With as much on the host as FSDP2 has, which cannot keep less there."""
 DEEPSPEED = (Target("to_deepspeed3-host", 0.50),)
+DEEPSPEED_DEVICES = ("cpu", "cuda")
 SEVERAL = (Target("to_fsdp2", 1.00),)
 RESERVED = 1.05
 """Most bytes that the allocator may take from the device for each that is in use, at both's peaks."""
@@ -191,7 +192,7 @@ def several(plan: Plan) -> Outcome:
     if ranks < 2:
         return Outcome("several", True, "not measured: there is one device")
     options = f"{_full(plan, FULL_SEVERAL, QUICK_STEP)} --ranks {ranks}"
-    outcome = compare(plan, "several", options, *SEVERAL, peers=_peers(plan, "fsdp2,zero3", "ddp,zero2"))
+    outcome = compare(plan, "several", options, *SEVERAL, peers=_peers(plan, "zero3,zero2", "ddp,fsdp2"))
     if plan.device not in REGISTERED or not outcome.ok:
         return outcome
     registering = with_variable(plan, REGISTERED[plan.device])
@@ -304,6 +305,8 @@ def offload_3b(plan: Plan) -> Outcome:
 
 def deepspeed(plan: Plan) -> Outcome:
     """The same beside DeepSpeed's ZeRO-3 with parameters and optimizer state on the host."""
+    if plan.device not in DEEPSPEED_DEVICES:
+        return Outcome("deepspeed", True, f"not measured: DeepSpeed knows no {plan.device}")
     if plan.run("deepspeed", 120, "-c", "import deepspeed").returncode:
         return Outcome("deepspeed", True, "NOT MEASURED: DeepSpeed is not installed; bring it with --wheels")
     peers = "zero3-host-params,deepspeed3-host" if plan.quick else DEEPSPEED_PEERS
