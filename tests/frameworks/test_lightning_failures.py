@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +13,13 @@ import pytest
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 
 import zero
-from accelz.conformance.cluster import Cluster, Clusters, Context
+from accelz.conformance.cluster import Clusters, Context
 from tests.frameworks.lightning_modules import Module, loader, trainer_of
+from tests.zero.helpers.failing import TIMEOUT, Ended, Job, ended_jobs
 from zero.integrations.lightning import ZeroStrategy
 
-TIMEOUT = 4.0
-"""Seconds that a rank waits for the others in a collective."""
-
-
-@pytest.fixture
-def ranks(device: str) -> Iterator[Cluster]:
-    made = Cluster(device, 2, timeout=TIMEOUT)
-    yield made
-    made.stop()
+CASES = ("data", "exception", "stop", "death")
+"""What rank 1 has alone."""
 
 
 class OneStops(pl.Callback):
@@ -46,9 +39,16 @@ def fit_body(context: Context, case: str) -> int:
     return len(module.seen)
 
 
-@pytest.mark.parametrize("case", ["data", "exception", "stop", "death"])
-def test_a_rank_that_leaves_is_named(ranks: Cluster, case: str) -> None:
-    stayed, _ = ranks.outcomes(fit_body, case=case, limit=40)
+@pytest.fixture(scope="module")
+def left(cluster: Clusters) -> Ended:
+    """How the jobs end, which mostly wait."""
+    jobs = {case: Job(2, fit_body, {"case": case}, TIMEOUT) for case in CASES}
+    return ended_jobs(cluster, jobs, together=True)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_rank_that_leaves_is_named(left: Ended, case: str) -> None:
+    stayed, _ = left[case]
     assert stayed.status == "raised"
     assert "Error: " in stayed.error
     assert "rank 1" in stayed.error

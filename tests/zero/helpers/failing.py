@@ -33,11 +33,12 @@ class Reordered(nn.Module):
 
 @dataclass(frozen=True)
 class Job:
-    """A body for ranks of its own."""
+    """A body for ranks of its own. timeout: seconds, of the group that the ranks begin with."""
 
     size: int
     body: Callable[..., Any]
     arguments: dict[str, Any] = field(default_factory=dict)
+    timeout: float = 20.0
 
 
 class Ended(dict[str, list[Outcome]]):
@@ -58,7 +59,7 @@ def ended_jobs(clusters: Clusters, jobs: dict[str, Job], together: bool) -> Ende
     use."""
 
     def outcomes(name: str) -> list[Outcome]:
-        ranks = Cluster(clusters.device, jobs[name].size)
+        ranks = Cluster(clusters.device, jobs[name].size, jobs[name].timeout)
         try:
             return ranks.outcomes(jobs[name].body, limit=40, **jobs[name].arguments)
         finally:
