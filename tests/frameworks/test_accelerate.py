@@ -12,6 +12,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelz.conformance.cluster import Clusters
 from tests.frameworks import accelerate_loops as loops
 from tests.frameworks.jobs import furthest
+from tests.zero.helpers.failing import TIMEOUT, Ended, Job, ended_jobs
 from zero.integrations.accelerate import PRIVATE
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -143,20 +144,27 @@ def test_saved_weights_are_loaded_by_accelerate(cluster: Clusters, tmp_path: Pat
     assert (tmp_path / "model.safetensors.index.json").exists()
 
 
-TIMEOUT = 4.0
+@pytest.fixture(scope="module")
+def left(cluster: Clusters) -> Ended:
+    """How the jobs end, which mostly wait."""
+    jobs = {
+        f"data, stage {stage}": Job(2, loops.uneven, {"stage": stage, "timeout": TIMEOUT}) for stage in (2, 3)
+    }
+    jobs["exception"] = Job(2, loops.failing, {"stage": 3, "timeout": TIMEOUT})
+    return ended_jobs(cluster, jobs, together=True)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_data_that_ends_earlier_on_one_rank_is_told(disposable: Any, stage: int) -> None:
-    first, _ = disposable(2).run(loops.uneven, limit=40, stage=stage, timeout=TIMEOUT)
+def test_data_that_ends_earlier_on_one_rank_is_told(left: Ended, stage: int) -> None:
+    first, _ = left.values_of(f"data, stage {stage}")
     kind, message, seconds = first
     assert kind in ("CommunicationError", "RankMismatchError"), message
     assert "rank 1" in message
     assert seconds < 4 * TIMEOUT
 
 
-def test_an_exception_on_one_rank_ends_the_others(disposable: Any) -> None:
-    first, second = disposable(2).outcomes(loops.failing, limit=40, stage=3, timeout=TIMEOUT)
+def test_an_exception_on_one_rank_ends_the_others(left: Ended) -> None:
+    first, second = left["exception"]
     assert "no such file" in second.error
     assert first.status == "raised"
     assert "rank 1" in first.error

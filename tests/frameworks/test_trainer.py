@@ -11,6 +11,7 @@ import transformers
 from accelz.conformance.cluster import Clusters
 from tests.frameworks import trainer_runs as runs
 from tests.frameworks.jobs import assert_same_log, furthest
+from tests.zero.helpers.failing import TIMEOUT, Ended, Job, ended_jobs
 from zero.integrations.transformers import PRIVATE
 
 FP16 = {"fp16": True, "learning_rate": 1e-3, "optim": "adamw_torch"}
@@ -170,11 +171,21 @@ def test_a_rank_that_is_told_to_end_has_all_save_and_stop(cluster: Clusters, tmp
         assert found["handler"]
 
 
-@pytest.mark.parametrize("way", ["stop", "fail", "data"])
-def test_what_ends_one_rank_is_told_on_the_others(disposable: Any, tmp_path: Path, way: str) -> None:
-    """A callback, an exception in training_step, fewer rows."""
-    arguments = {"directory": str(tmp_path), "timeout": 4.0, "way": way}
-    first, second = disposable(2).outcomes(runs.ended_alone, limit=60, **arguments)
+ENDS = ("stop", "fail", "data")
+"""A callback, an exception in training_step, fewer rows."""
+
+
+@pytest.fixture(scope="module")
+def left(cluster: Clusters, tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    """How the jobs end, which mostly wait."""
+    arguments = {way: {"directory": str(tmp_path_factory.mktemp(way)), "timeout": TIMEOUT} for way in ENDS}
+    jobs = {way: Job(2, runs.ended_alone, {"way": way, **arguments[way]}) for way in ENDS}
+    return ended_jobs(cluster, jobs, together=True)
+
+
+@pytest.mark.parametrize("way", ENDS)
+def test_what_ends_one_rank_is_told_on_the_others(left: Ended, way: str) -> None:
+    first, second = left[way]
     assert ("no such file" in second.error) == (way == "fail")
     assert "rank 1" in f"{first.value}{second.value}"
 
