@@ -61,7 +61,7 @@ def _flattening(unit: PlannedUnit) -> int:
 def _masters(group: PlannedGroup) -> int:
     """Bytes of masters on the device besides the shard."""
     near = [numel for numel, tier in group.placement.optimizer if tier.near]
-    return 0 if group.is_master(ON_DEVICE) else sum(near) * group.wide.itemsize
+    return 0 if group.is_master(ON_DEVICE) else sum(near) * group.placement.master.itemsize
 
 
 def forward(
