@@ -11,7 +11,7 @@ import torch
 from accelz import BackendError, Kernels, NullStreams
 from accelz.conformance.steps import StepCase
 from accelz.roles.kernels import LIMITS, NAMES
-from accelz.updates import UPDATES, AdamWUpdate
+from accelz.updates import UPDATES, AdamWUpdate, joined_master, split_master
 
 N, STEPS = 301, 12
 
@@ -166,6 +166,28 @@ def test_a_reference_with_rates_has_the_bits_of_one_with_numbers(kernel: str, nu
             Kernels().step(replace(update, lr=7.0, rates=rates) if with_rates else update)
             results.append(values)
         assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("flush", [False, True])
+def test_masters_are_split_and_joined_bit_for_bit(flush: bool) -> None:
+    """But for ties that are rounded down; denormals also where the host takes them for zero."""
+    ties = (torch.arange(1 << 16) << 16) + 0x8000
+    small = torch.arange(1 << 18)
+    every = torch.cat([ties, small, small + (1 << 31), torch.arange(0, 1 << 32, 9973)])
+    bits = every.to(torch.int32)
+    master = bits.view(torch.float32)
+    if not torch.set_flush_denormal(flush):
+        pytest.skip("this processor takes no denormals for zero")
+    try:
+        weights, remainder = split_master(master)
+        got = joined_master(weights, remainder).view(torch.int32)
+    finally:
+        torch.set_flush_denormal(False)
+    nan = master.isnan()
+    assert torch.equal(got.view(torch.float32).isnan(), nan)
+    assert torch.equal(weights[~nan], master.bfloat16()[~nan])
+    tied_down = (bits & 0x1FFFF) == 0x8000
+    assert torch.equal(got[~nan], (bits - tied_down.int())[~nan])
 
 
 def test_rates_are_two_numbers_in_fp32_as_the_master_is() -> None:

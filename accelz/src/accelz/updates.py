@@ -347,13 +347,14 @@ def joined_master(weights: Tensor, remainder: Tensor) -> Tensor:
     """Return the fp32 masters, (n,), whose bf16 rounding is `weights`: their bits are those of the weight as
     fp32, plus the remainder.
 
-    weights: (n,) bf16. remainder: (n,) int16, by `split_master`. Any other weight gives a value that rounds
-    to it or, halfway to a neighbour, to that one: what is left of a remainder does not harm weights that were
-    overwritten. At a weight of zero only positive remainders count.
+    weights: (n,) bf16. remainder: (n,) int16, by `split_master`. Any other finite weight gives a value that
+    rounds to it or, halfway to a neighbour, to that one: what is left of a remainder does not harm weights
+    that were overwritten. At a weight of zero only positive remainders count.
     """
-    upper = weights.view(torch.int16).to(torch.int32)
-    rest = torch.where(weights == 0, remainder.clamp(min=0), remainder).to(torch.int32)
-    return upper.bitwise_left_shift_(16).add_(rest).view(torch.float32)
+    upper = weights.view(torch.int16)
+    is_zero = (upper & 0x7FFF) == 0  # as bits: the host may take denormals for zero
+    rest = torch.where(is_zero, remainder.clamp(min=0), remainder).to(torch.int32)
+    return upper.to(torch.int32).bitwise_left_shift_(16).add_(rest).view(torch.float32)
 
 
 def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
