@@ -50,7 +50,8 @@ class Ends:
 @dataclass(frozen=True)
 class Count:
     """What has come of segments. captured: those with a device graph now, of `segments`. replayed, called:
-    how often that was done. nbytes: that device graphs and copies of inputs keep, as the device counts it.
+    how often that was done. nbytes: that device graphs and copies of inputs keep, as the device counts them:
+    torch's caching allocators count results, but not scratch memory, which waits in a graph's own pool.
     failed: why some segment could not be captured; or ""."""
 
     segments: int = 0
