@@ -360,9 +360,10 @@ def joined_master(weights: Tensor, remainder: Tensor) -> Tensor:
 def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
     """Return fp32 masters, (n,), as bf16 weights and int16 remainders, which `joined_master` puts together.
 
-    The weights are rounded to the nearest, ties to even. Of a tie that is rounded down, one in 131,072
-    values, the remainder would be 2**15, which int16 lacks: it is 2**15 - 1, and the master one unit in the
-    last place nearer to zero. All others are kept, bit for bit; a NaN stays one.
+    The weights are rounded to the nearest, ties to even. Of a tie that is rounded down the remainder
+    would be 2**15, which int16 lacks: it is 2**15 - 1, and the master one unit in the last place nearer to
+    zero. That is one in 131,072 values of random bits, and one in 16 that come from fp16. All others are
+    kept, bit for bit; a NaN stays one.
     """
     bits = master.view(torch.int32)
     bits = bits - (bits & 0x1FFFF).eq(0x8000).to(torch.int32)

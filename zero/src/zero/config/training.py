@@ -77,8 +77,8 @@ class Config(Validated):
         are made of the values and the step, and are the same at any number of ranks. "8bit" takes a quarter
         of fp32's memory: 256 values of a parameter share a scale. Other optimizers keep their own state.
     masters: how kernels keep masters of bf16 weights. "split" keeps 16 bits beside the weight, which is the
-        master's other half: 2 bytes instead of 4, in every tier. They are fp32 values as before, but for one
-        in 131,072, at most, that a step leaves one unit in the last place nearer to zero. Pieces in
+        master's other half: 2 bytes instead of 4, in every tier. They are fp32 values as before, but for
+        ties, one in 131,072 of random bits, which become one unit in the last place nearer to zero. Pieces in
         `optimizer.param_groups` then have no values. Other masters, and those that other optimizers step,
         stay fp32.
     units: what is gathered together: "auto" finds repeated blocks; or give module classes (or their names),
