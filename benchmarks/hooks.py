@@ -65,7 +65,8 @@ def main(
     steps: Annotated[int, typer.Option(min=1)] = 40,
     to: Annotated[Path | None, typer.Option("--json")] = None,
 ) -> None:
-    """Tell seconds of the host: for forward and backward, and for the optimizer step."""
+    """Tell seconds of the host: for forward and backward, and for the step, in which the plain model only
+    drops gradients."""
     torch.set_num_threads(1)
     accelerator = accelz.use(device)
     accelerator.bind(0)
@@ -87,8 +88,8 @@ def main(
         passes, stepped = (median(part) for part in zip(*taken[WARM_UP:], strict=True))
         rows.add(peer=name, passes=passes, step=stepped)
     zero3, plain = rows.rows
-    more = zero3["passes"] - plain["passes"]
-    rows.add(peer="zero3 - plain, per unit", passes=more / (layers + 1), step=zero3["step"] / (layers + 1))
+    more = {part: (zero3[part] - plain[part]) / (layers + 1) for part in ("passes", "step")}
+    rows.add(peer="zero3 - plain, per unit", **more)
 
 
 if __name__ == "__main__":

@@ -60,8 +60,8 @@ def main(
     device: Annotated[str, typer.Option()] = "sim",
     inner: Annotated[str, typer.Option(help="aot_eager or inductor")] = "aot_eager",
     size: Annotated[str, typer.Option()] = "tiny",
-    length: Annotated[int, typer.Option()] = 32,
-    steps: Annotated[int, typer.Option()] = 30,
+    length: Annotated[int, typer.Option(min=1)] = 32,
+    steps: Annotated[int, typer.Option(min=WARM_UP + 1)] = 30,
     to: Annotated[Path | None, typer.Option("--json")] = None,
 ) -> None:
     """Train both ways in turn, and compare bits and times. Inductor fuses other operations where it compiles

@@ -90,8 +90,9 @@ def _run(options: argparse.Namespace, deadline: float) -> list[Outcome]:
         )
         hardware, count = _hardware(plan)
         about = report.context(options.device, hardware, library)
+        plan = replace(plan, devices=count)
         if count >= plan.ranks:
-            plan = replace(plan, devices=count, environment={**plan.environment, SHARED_DEVICE: "0"})
+            plan = replace(plan, environment={**plan.environment, SHARED_DEVICE: "0"})
         for name in options.steps:
             outcomes.append(attempt(name, plan))
             _show(outcomes[-1])

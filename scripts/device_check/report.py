@@ -25,7 +25,9 @@ RATIOS = {
     "offload": "to_fsdp2-host",
     "offload_3b": "to_fsdp2-host",
     "deepspeed": "to_deepspeed3-host",
+    "small, captured": "to_zero3",
     "compiled": "to_fsdp2",
+    "compiled, captured": "to_eager",
     "float8": "to_one_ahead",
     "several": "to_fsdp2",
 }
@@ -101,10 +103,6 @@ def _details(outcome: Outcome) -> list[str]:
         )
     elif "traceback" in detail:
         lines += ["```", detail["traceback"], "```"]
-    elif "rows" in detail:
-        ratio = RATIOS.get(outcome.name, "to_plain")
-        keys = ("peer", "median", ratio, "rank_bytes", "last_loss", "loss_error")
-        lines += [f"Launches: {detail['settings']['launches']}.", *_table(detail["rows"], keys)]
     elif "measured" in detail:
         for row in detail["measured"]:
             lines += [
@@ -112,7 +110,22 @@ def _details(outcome: Outcome) -> list[str]:
             ]
     elif "failures" in detail:
         lines += [_failure(f) for f in detail["failures"]]
+    else:
+        lines += _comparisons(outcome.name, detail)
     return ["", f"## {outcome.name}", "", *lines] if lines else []
+
+
+def _comparisons(step: str, detail: dict[str, Any], what: str = "") -> list[str]:
+    """The tables of a step that compares peers. what: in which a further one differs from the first."""
+    lines = []
+    if "rows" in detail:
+        ratio = RATIOS.get(f"{step}, {what}", RATIOS.get(step, "to_plain"))
+        keys = ("peer", "median", ratio, "rank_bytes", "last_loss", "loss_error")
+        about = "; ".join(filter(None, (what, f"launches: {detail['settings']['launches']}")))
+        lines += ["", f"{about[0].upper()}{about[1:]}.", *_table(detail["rows"], keys)]
+    for other, more in detail.items():
+        lines += _comparisons(step, more, other) if isinstance(more, dict) and "rows" in more else []
+    return lines
 
 
 def _short(value: Any) -> bool:

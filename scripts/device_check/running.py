@@ -19,6 +19,8 @@ REGISTERED = {"cuda": "ACCELZ_CUDA_COMMUNICATION_BUFFERS"}
 """By backend, the variable that has it reduce from memory registered with the communication library."""
 LONGEST_TEST = 330
 """The limit of a test, in seconds; above those of distributed tests themselves, whose errors say more."""
+NAMED_BY = ("peer", "way", "inner", "size")
+"""What a row is told by, of what its benchmark tries."""
 HOST_OPTIMIZER = "accelz_cpu.native_kernels.NativeKernels"
 
 
@@ -124,11 +126,16 @@ def what_is_wrong_with(host_optimizer: str) -> list[str]:
 
 
 def device_facts(plan: Plan, device: str) -> dict[str, Any] | None:
-    done = plan.run("info", 120, "-m", "accelz.cli", "info", device, "--json")
-    try:
-        facts: dict[str, Any] = json.loads(done.stdout)
-    except ValueError:
-        return None
+    """What `accelz info` says of a backend, or None. It is asked once: on a GPU that takes seconds."""
+    kept = plan.scratch / f"facts-{device}.json"
+    if not kept.exists():
+        done = plan.run("info", 120, "-m", "accelz.cli", "info", device, "--json")
+        try:
+            json.loads(done.stdout)
+        except ValueError:
+            return None
+        kept.write_text(done.stdout, encoding="utf-8")
+    facts: dict[str, Any] = json.loads(kept.read_text(encoding="utf-8"))
     return facts
 
 
@@ -152,15 +159,15 @@ def from_rows(
 ) -> Outcome:
     """The outcome of a benchmark that wrote `rows`; those with an error have failed."""
     wrong = [
-        " ".join([*map(str, list(row.values())[:2]), "failed:", row["error"]])
+        f"{' '.join(str(row[key]) for key in NAMED_BY if key in row)} failed: {row['error']}"
         for row in rows
         if "error" in row
     ]
-    told = [*wrong, *([ended] if ended else []), *said]
+    wrong += [ended] if ended else []
     return Outcome(
         name,
-        bool(rows) and not told[: len(told) - len(said)],
-        "; ".join(told),
+        bool(rows) and not wrong,
+        "; ".join([*wrong, *filter(None, said)]),
         misses=misses,
         detail={"measured": rows},
     )

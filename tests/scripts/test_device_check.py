@@ -20,7 +20,7 @@ from scripts.device_check.__main__ import PYTEST, main
 from scripts.device_check.measures import OF_COPY, below_target
 from scripts.device_check.outcome import Outcome
 from scripts.device_check.plan import LOG, Plan
-from scripts.device_check.running import Target, compare, rows_of
+from scripts.device_check.running import Target, compare, from_rows, rows_of
 from scripts.device_check.steps import PLANS, STEPS, attempt
 from scripts.paths import absolute
 
@@ -331,6 +331,36 @@ def test_targets_that_are_missed_are_told(plan: Plan, monkeypatch: pytest.Monkey
     told = ["zero3: to_plain = 1.300, target 1.02", "zero2: to_fsdp2 = 0.700, target 0.6"]
     for quick, misses in ((False, told), (True, [])):
         assert compare(replace(plan, quick=quick), "mine", "", *targets, peers="").misses == misses
+
+
+def test_rows_that_failed_are_told_by_what_they_tried() -> None:
+    rows = [{"way": "plain", "compiling": 2.0}, {"way": "zero3", "error": "out of memory"}]
+    found = from_rows("mine", rows, "stopped after 4 s", ["plain 2.0 s"], [])
+    assert (found.ok, found.summary) == (False, "zero3 failed: out of memory; stopped after 4 s; plain 2.0 s")
+    assert from_rows("mine", rows[:1], "", [], []).ok
+    assert not from_rows("mine", [], "", [], []).ok
+
+
+def test_a_step_in_graphs_of_the_device_has_a_comparison_of_its_own(
+    plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where that fails, what was compared without them is there, also in the table."""
+    facts = {"capabilities": {"graph_capture": True}}
+    row = {"median": 1.0, "to_plain": 1.0, "rank_bytes": None, "last_loss": 2.0, "loss_error": None}
+    result = {"rows": [{"peer": "plain", **row}], "settings": {"launches": "one"}}
+
+    def ran(self: Plan, name: str, limit: float, *arguments: str) -> subprocess.CompletedProcess[str]:
+        if "zero3,zero3-captured" in arguments:
+            return subprocess.CompletedProcess([], 1, "")
+        (self.scratch / f"{name}.json").write_text(json.dumps({"results": [result]}))
+        return subprocess.CompletedProcess([], 0, json.dumps(facts))
+
+    monkeypatch.setattr(Plan, "run", ran)
+    outcome = STEPS["small"](plan)
+    assert (outcome.ok, outcome.summary) == (False, f"plain 1000.0 ms; captured: failed; see {LOG}")
+    assert "| plain | 1 | 1 |" in report.as_markdown(
+        {"backend": "", "hardware": "", "date": "", "versions": {}, "host_library": ""}, [outcome]
+    )
 
 
 def test_every_step_is_planned() -> None:

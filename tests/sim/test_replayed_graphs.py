@@ -167,6 +167,8 @@ def bits_body(
         losses.append([_step(engine, loss, step, context.rank, step == spoiled) for step in range(steps)])
         kept.append([each.cpu() for each in (*KEPT, *(x.grad for x in INPUTS if x.grad is not None))])
         engines.append(engine)
+    KEPT.clear()
+    INPUTS.clear()
     assert [each.item() for each in losses[1]] == [each.item() for each in losses[0]]
     assert all(map(torch.equal, *kept))
     _same(engines)
