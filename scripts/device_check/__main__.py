@@ -26,7 +26,7 @@ from pathlib import Path
 
 from scripts.device_check import native, report, tree
 from scripts.device_check.outcome import Outcome
-from scripts.device_check.plan import Plan
+from scripts.device_check.plan import SHARED_DEVICE, Plan
 from scripts.device_check.steps import PLANS, STEPS, attempt
 
 HARDWARE_SECONDS = 120
@@ -37,7 +37,6 @@ name = getattr(torch.get_device_module(accelerator.device.type), "get_device_nam
 print(accelerator.device_count(), name() or platform.machine())
 """
 MOST_WORKERS = 8
-SHARED_DEVICE = "ACCELZ_CUDA_SHARED_DEVICE"
 DEFAULTS = {
     SHARED_DEVICE: "1",
     "ACCELZ_PATIENCE": "2",

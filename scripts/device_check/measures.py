@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 from scripts.device_check.outcome import Outcome
-from scripts.device_check.plan import LOG, Plan
+from scripts.device_check.plan import LOG, SHARED_DEVICE, Plan
 from scripts.device_check.running import (
     LONGEST,
     REGISTERED,
@@ -197,6 +197,7 @@ def several(plan: Plan) -> Outcome:
     if ranks < 2:
         return Outcome("several", True, "not measured: there is one device")
     options = f"{_full(plan, FULL_SEVERAL, QUICK_STEP)} --ranks {ranks}"
+    plan = with_variable(plan, SHARED_DEVICE, "0")
     outcome = compare(plan, "several", options, *SEVERAL, peers=_peers(plan, "zero3,zero2", "ddp,fsdp2"))
     if plan.device not in REGISTERED or not outcome.ok:
         return outcome
@@ -206,7 +207,7 @@ def several(plan: Plan) -> Outcome:
 
 
 def compiled(plan: Plan) -> Outcome:
-    """Time the compiled step at one rank beside FSDP2's; then with its graphs captured."""
+    """Time the compiled step at one rank beside FSDP2's; then with its graphs and the optimizer captured."""
     captures, options = _captures(plan), _full(plan, FULL_COMPILED, QUICK_COMPILED)
     peers = "zero3, eager" if plan.quick else COMPILED_PEERS  # generating code takes a minute
     outcome = compare(plan, "compiled", options, *COMPILED, peers=peers, part="compiled")

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 LOG = "device-check.log"
+SHARED_DEVICE = "ACCELZ_CUDA_SHARED_DEVICE"
+"""The variable with which ranks may share a GPU: "1" where there are fewer GPUs than ranks."""
 
 
 @dataclass(frozen=True)

@@ -173,5 +173,5 @@ def from_rows(
     )
 
 
-def with_variable(plan: Plan, name: str) -> Plan:
-    return replace(plan, environment={**plan.environment, name: "1"})
+def with_variable(plan: Plan, name: str, value: str = "1") -> Plan:
+    return replace(plan, environment={**plan.environment, name: value})
