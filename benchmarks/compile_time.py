@@ -70,7 +70,10 @@ def main(
     rows = Rows(
         to, device=device, size=size, batch=batch, length=length, inner=inner, torch=torch.__version__
     )
-    for way in ways.split(","):
+    chosen = ways.split(",")
+    if unknown := set(chosen) - set(WAYS):
+        raise typer.BadParameter(f"unknown: {', '.join(unknown)}; the ways are {', '.join(WAYS)}")
+    for way in chosen:
         arguments = (device, way, inner, size, length, batch)
         with rows.attempt(way=way), one_rank(CompileRank, *arguments, limit=limit) as job:
             (seconds,) = job.call("steps")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -55,7 +55,8 @@ class Guard:
             if memory.available < self._least:
                 self.acted = True
                 for pid in self._job.pids:
-                    psutil.Process(pid).kill()
+                    with suppress(psutil.NoSuchProcess):  # it has just ended by itself
+                        psutil.Process(pid).kill()
                 return
 
 

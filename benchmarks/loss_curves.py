@@ -73,7 +73,12 @@ def main(
     """Tell how far curves are apart: `of_seeds` in bf16, and `of_way` beside bf16 from the same weights."""
     rows = Rows(to, device=device, size=size, batch=batch, length=length, steps=steps)
     curves: dict[tuple[str, int], list[float]] = {}
-    for way in ways.split(","):
+    first, *others = ways.split(",")
+    if first != "bf16":
+        raise typer.BadParameter("bf16 has to be the first of the ways: others are compared with it")
+    for way in (first, *others):
+        if way != first and (first, 1) not in curves:
+            break  # there is nothing to compare with
         with rows.attempt(way=way), one_rank(CurveRank, device, size, batch, length, limit=limit) as job:
             for seed in (0, 1):
                 (curves[way, seed],) = job.call("losses", way, seed, steps)
