@@ -95,8 +95,8 @@ struct State {
         const auto same = [](const std::vector<float> &a, const std::vector<float> &b) {
             return !std::memcmp(a.data(), b.data(), N * sizeof(float));
         };
-        return same(master, o.master) && same(average, o.average) && same(square, o.square) && weights == o.weights && upper == o.upper &&
-               remainder == o.remainder &&
+        return same(master, o.master) && same(average, o.average) && same(square, o.square) && weights == o.weights &&
+               upper == o.upper && remainder == o.remainder &&
                narrow_average == o.narrow_average && narrow_square == o.narrow_square &&
                average_codes == o.average_codes && square_codes == o.square_codes &&
                average_scales == o.average_scales && square_scales == o.square_scales;

@@ -121,11 +121,21 @@ OUTSIDE: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("way", [*OUTSIDE, "views with a graph"])
+def part_and_graph(model: nn.Sequential) -> Any:
+    return OUTSIDE["part"](model[1].linear.weight.detach()), forward(model)
+
+
+WITH_GRAPHS: dict[str, Callable[[nn.Sequential], Any]] = {
+    "view with a graph": lambda model: model[1].linear.weight[1:],
+    "views with a graph": lambda model: model[1].linear.weight.chunk(2),
+    "beside a graph": part_and_graph,
+}
+
+
+@pytest.mark.parametrize("way", [*OUTSIDE, *WITH_GRAPHS])
 def test_what_else_keeps_a_weight_is_refused(way: str) -> None:
     model = built()
-    weight = model[1].linear.weight
-    kept = OUTSIDE[way](weight.detach()) if way in OUTSIDE else weight.chunk(2)
+    kept = OUTSIDE[way](model[1].linear.weight.detach()) if way in OUTSIDE else WITH_GRAPHS[way](model)
     with pytest.raises(zero.ModelError, match=r"something outside the model \(of '1\.linear\.weight'\)\. "):
         check_aliases(model)
     del kept
@@ -139,10 +149,11 @@ HELD: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
+@pytest.mark.parametrize("graph", [False, True])
 @pytest.mark.parametrize("way", HELD)
-def test_who_holds_whole_values_is_warned(way: str) -> None:
+def test_who_holds_whole_values_is_warned(way: str, graph: bool) -> None:
     model = built()
-    kept = HELD[way](model[1].linear.weight.detach())
+    kept = HELD[way](model[1].linear.weight.detach()), forward(model) if graph else None
     with pytest.warns(UserWarning, match=r"outside the model shares the memory of 1\.linear\.weight,"):
         check_aliases(model)
     del kept
@@ -184,6 +195,12 @@ def forward(model: nn.Sequential) -> Tensor:
     return model(x).tanh() @ model[0].linear.weight.t() @ model[1].linear.weight[:2].t()
 
 
+def forward_with_names(model: nn.Sequential) -> Tensor:
+    first, second = model[0].linear.weight.t(), model[1].linear.weight[:2]
+    third = model[1].linear.weight.view(WIDTH, WIDTH)
+    return torch.randn(2, WIDTH, requires_grad=True) @ first @ third @ second.t()
+
+
 HARMLESS: dict[str, Callable[[nn.Sequential], Any]] = {
     "nothing": lambda model: None,
     "tied": tied,
@@ -197,6 +214,7 @@ HARMLESS: dict[str, Callable[[nn.Sequential], Any]] = {
     "garbage": cycle,
     "from an array": from_array,
     "graph": forward,
+    "graph with names": forward_with_names,
     "graph of frozen": lambda model: forward(model.requires_grad_(False)),
     "after a backward": lambda model: forward(model).sum().backward(),
     "spectral norm": lambda model: nn.utils.spectral_norm(model[0].get_submodule("linear")),

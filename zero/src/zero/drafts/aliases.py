@@ -151,8 +151,10 @@ def _used_outside(
         strays = [t for t in strays if id(t._base) not in ids or t._use_count() == 1]  # those of graphs go
         bases = {id(t._base) for t in strays if t._base is not None} - known - set(map(id, strays))
         name = next(name for name, p in memory.parameters.items() if p.requires_grad)
-        if users <= 0:
-            continue
+        if users <= 0:  # graphs also count parameters themselves; what Python alone holds is in none
+            strays = [t for t in strays if t._use_count() == 1]
+            if not strays:
+                continue
         if users > len(strays) + len(bases) or any(memory.is_cut_by(t, spans) for t in strays):
             others.add(name)
         else:
