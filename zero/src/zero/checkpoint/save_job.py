@@ -36,9 +36,9 @@ class RankSave:
     """One rank's part of a save.
 
     described: on rank 0, the manifest's members that are known before the save begins. threads: whether
-    writing may start some. failure: the cause, on this
-    rank, of the error that is raised. shared: rank 0 raises the same error, which is not this rank's doing.
-    seconds: by phase. done(): called with this rank's bytes once it is complete.
+    writing may start some. failure: the cause, on this rank, of the error that is raised. shared: rank 0
+    raises the same error, which is not this rank's doing. seconds: by phase. done(): called with this rank's
+    bytes once it is complete.
     """
 
     messages: SaveMessages

@@ -2,7 +2,7 @@
 
 Its next contents are on the disk, as `.latest.zero-new`, before the checkpoint that they name is published.
 If they cannot take their place after that, or a kill comes before it, the next save puts them there, or its
-own, which list the same checkpoints. So no published checkpoint is left out of the rotation.
+own, which list the same checkpoints. Only if that save then fails itself is one left out of the rotation.
 """
 
 from __future__ import annotations

@@ -64,9 +64,8 @@ class PlannedGroup:
         head that is tied to the embedding: the embedding's gradient is yet to be added.
     adding: bytes that autograd holds at once as it adds up the gradients of the largest parameter with
         several uses: two, and their sum. begun: whether another parameter's gradient has come by then.
-    kernel: whether a kernel steps it. moments: values of the master's size that are kept per element besides
-        it. whole: of
-        parameters that are stepped whole; None where slices are.
+    kernel: whether a kernel steps it. moments: values in `wide` that are kept per element besides the
+        master. whole: of parameters that are stepped whole; None where slices are.
     stays: whether the room of its reduced slice stays from step to step.
     """
 
@@ -146,7 +145,7 @@ class PlannedGroup:
 
     @property
     def wide(self) -> torch.dtype:
-        """The dtype of masters."""
+        """The dtype that steps are computed in: of masters, but for split ones."""
         return at_least_fp32(self.dtype)
 
     def is_master(self, tier: Tier) -> bool:
