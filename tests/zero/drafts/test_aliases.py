@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import tempfile
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from torch import Tensor, nn
 
@@ -243,7 +245,22 @@ def loaded(model: nn.Module) -> dict[str, Tensor]:
 
 
 def file_of_safetensors(model: nn.Module) -> dict[str, Tensor]:
-    """Its tensors are views of what was read."""
+    """Its tensors are views of what was read, which is flat."""
+    values = safetensors.torch.load(safetensors.torch.save(model.state_dict()))
+    model.load_state_dict(values, assign=True)
+    return values
+
+
+def file_on_disk(model: nn.Module) -> dict[str, Tensor]:
+    """So are these, of what is mapped."""
+    with tempfile.NamedTemporaryFile() as file:
+        safetensors.torch.save_file(model.state_dict(), file.name)
+        values = safetensors.torch.load_file(file.name)
+    model.load_state_dict(values, assign=True)
+    return values
+
+
+def views_of_bytes(model: nn.Module) -> dict[str, Tensor]:
     values = {name: tensor.view(torch.uint8).view(tensor.dtype) for name, tensor in loaded(model).items()}
     model.load_state_dict({name.removeprefix("model."): t for name, t in values.items()}, assign=True)
     return values
@@ -256,7 +273,10 @@ def last_value(model: nn.Module) -> Tensor:
     return value
 
 
-@pytest.mark.parametrize("way", [lambda m: m.state_dict(), loaded, file_of_safetensors, last_value])
+@pytest.mark.parametrize(
+    "way",
+    [lambda m: m.state_dict(), loaded, file_of_safetensors, file_on_disk, views_of_bytes, last_value],
+)
 def test_state_dicts_and_variables_of_before_are_warned_of(way: Callable[[nn.Module], Any]) -> None:
     model = built()
     kept = way(model)

@@ -173,8 +173,12 @@ def _set_anew(model: nn.Module) -> Iterator[Tensor]:
 
 
 def _is_whole(tensor: Tensor, parameter: nn.Parameter) -> bool:
-    ours, theirs = ((t.data_ptr(), t.shape, t.stride(), t.dtype) for t in (tensor, parameter))
-    return ours == theirs
+    """Return whether a tensor has just a parameter's values, in their order: also flat, or as bytes, as
+    tensors of safetensors are views of what was read."""
+    if (tensor.data_ptr(), tensor.nbytes) != (parameter.data_ptr(), parameter.nbytes):
+        return False
+    orders = [(t.is_contiguous(), () if t.is_contiguous() else t.stride()) for t in (tensor, parameter)]
+    return orders[0] == orders[1]
 
 
 def _storage_of(tensor: Tensor) -> int:
@@ -188,7 +192,8 @@ def _storage_of(tensor: Tensor) -> int:
 _STALE = (
     "Training would leave them behind with the values of now, because zero gives parameters memory of their "
     "own. Take the view in forward, from the parameter; register one Parameter in every module that uses it; "
-    "or keep values that are to stay as they are with .clone()"
+    "or keep values that are to stay as they are with .clone(). del what nothing needs: notebooks keep what "
+    "was shown, and the variables of the last error"
 )
 _LEFT = (
     "something outside the model shares the memory of {}, such as a state dict or a variable of before "
