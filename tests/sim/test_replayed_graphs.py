@@ -40,6 +40,16 @@ def lengths(model: nn.Module, step: int, rank: int) -> Tensor:
     return model(tokens(step, rank, model, length=6 if step == 4 or step > 9 else 8))
 
 
+def cut_from_batches(model: nn.Module, step: int, rank: int) -> Tensor:
+    """As the inputs of a language model are, when its targets are the next tokens."""
+    return model(tokens(step, rank, model, length=9)[:, :-1])
+
+
+def of_one_sample(model: nn.Module, step: int, rank: int) -> Tensor:
+    """Whose elements lie on each other."""
+    return model(tokens(step, rank, model)[:1].expand(3, -1))
+
+
 def always_others(model: nn.Module, step: int, rank: int) -> Tensor:
     return model(tokens(step, rank, model, length=5 + step % 3))
 
@@ -192,6 +202,7 @@ CASES: dict[str, tuple[int, int, dict[str, Any]]] = {
     "clipped": (2, 4, {"stage": 0, "clip_norm": 0.1, "precision": "bf16", "loss": held}),
     "an overflow": (1, 4, {"stage": 1, "precision": "fp16", "spoiled": 7, "loss": two_forwards}),
     "lengths": (1, 10, {"loss": lengths, "steps": 24}),
+    "cut from batches": (2, 8, {"loss": cut_from_batches, "stage": 2}),
     "odd": (1, 20, {"loss": odd_loss, "kind": "odd"}),
     "saved elsewhere": (1, 4, {"loss": saved_elsewhere}),
 }
@@ -199,6 +210,7 @@ MORE: dict[str, tuple[int, int, dict[str, Any]]] = {
     "autocast": (2, 8, {"loss": autocast, "stage": 1}),
     "checkpointed": (1, 8, {"kind": "checkpointed"}),
     "always others": (1, 0, {"loss": always_others}),
+    "of one sample": (1, 0, {"loss": of_one_sample}),
     "gathered": (2, 0, {"persistent_below": 2000}),
     "offloaded": (2, 0, {"offload": zero.Offload(optimizer="host", params="host")}),
     "odd": (2, 20, {"loss": odd_loss, "kind": "odd", "stage": 1}),

@@ -360,8 +360,12 @@ def _is_elsewhere(value: Any, device: torch.device) -> bool:
 
 def _room_for(tensor: Tensor) -> Tensor | None:
     """Room for a copy with the same strides; None where elements lie on each other."""
-    copy = torch.empty_like(tensor)
-    return copy if copy.stride() == tensor.stride() else None
+    reached = 0  # elements, by the dimensions so far
+    for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
+        if size > 1 and stride <= reached:
+            return None
+        reached += stride * max(size - 1, 0)
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
 
 _REFUSED = (
