@@ -421,6 +421,26 @@ def test_a_model_that_caches_tensors_is_as_it_was() -> None:
     assert type(model(torch.ones(3, 4))) is torch.Tensor
 
 
+def test_a_model_that_has_cached_tensors_is_planned() -> None:
+    """None of these is a buffer; some have a graph."""
+    model = nn.Sequential(Caching(), nn.utils.spectral_norm(nn.Linear(4, 4)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    new = zero.plan(model, optimizer, ranks=2, batch=torch.ones(3, 4))
+    model(model(torch.ones(3, 4)))
+    model[0].seen.append(model[0].linear.weight * 2)
+    assert zero.plan(model, optimizer, ranks=2, batch=torch.ones(3, 4)).flops == new.flops
+
+
+def test_a_function_that_has_kept_a_module_is_refused() -> None:
+    """It would run the module itself, whose parameters would get gradients."""
+    model = blocks()
+    forward = model[0].forward
+    model[0].forward = lambda x: forward(x) * 2
+    with pytest.raises(zero.UsageError, match="a function of the model has kept a module"):
+        zero.plan(model, torch.optim.AdamW(model.parameters()), ranks=2, batch=torch.ones(3, WIDTH))
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
 SCRIPT = """
 import torch
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakIdKeyDictionary
@@ -101,19 +102,31 @@ def measure(
 def _without_values(
     model: nn.Module, dtypes: Mapping[str, torch.dtype], tracker: _Tracker
 ) -> dict[nn.Module, nn.Module]:
-    """A copy of each module, with fake tensors in place of buffers, of what a forward has left, which cannot
-    be copied, and of parameters, which are left out."""
-    values = (value for module in model.modules() for value in vars(module).values())
-    left = (value for value in values if isinstance(value, Tensor) and value.grad_fn is not None)
-    known: dict[int, Any] = {id(tensor): _fake(tensor) for tensor in (*model.buffers(), *left)}
+    """A copy of each module, with fake tensors in place of all tensors; those of parameters are left out."""
+    known: dict[int, Any] = {}
     for name, parameter in model.named_parameters():
+        tracker.refuse(parameter)
         fake = nn.Parameter(_fake(parameter, dtypes.get(name)), parameter.requires_grad)
         tracker.leave_out(fake)
         if fake.requires_grad:
             fake.register_hook(tracker.take_gradient)
         known[id(parameter)] = fake
-    copy.deepcopy(model, known)
+    with _CopiesWithoutValues():
+        copy.deepcopy(model, known)
     return {module: known[id(module)] for module in model.modules()}
+
+
+class _CopiesWithoutValues(TorchFunctionMode):
+    """A deep copy of a tensor is a fake one, also of what a forward has left, which could not be copied."""
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        return _fake(args[0]) if func is Tensor.__deepcopy__ else func(*args, **(kwargs or {}))
 
 
 class _Tracker(TorchDispatchMode):
@@ -128,6 +141,7 @@ class _Tracker(TorchDispatchMode):
         self._units: list[str | None] = [None]  # those under way, the innermost last
         self._outputs = WeakIdKeyDictionary()
         self._alive = 0
+        self._refused: set[int] = set()
         self._storages: dict[int, tuple[Any, int]] = {}
 
     def __torch_dispatch__(
@@ -138,6 +152,8 @@ class _Tracker(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if any(id(tensor) in self._refused for tensor in iter_tensors((args, kwargs))):
+            raise UsageError("a function of the model has kept a module, and calls that instead of its copy")
         result = func(*args, **kwargs)
         self.flops[self._doing()] += operations(func, args, kwargs, result)
         for tensor in iter_tensors(result):
@@ -175,6 +191,10 @@ class _Tracker(TorchDispatchMode):
         held, nbytes = self._storages[key]
         self._storages[key] = held, 0
         self._alive -= nbytes
+
+    def refuse(self, parameter: nn.Parameter) -> None:
+        """Raise UsageError where the model's own parameter is used, which would get a gradient."""
+        self._refused.add(id(parameter))
 
     def take_gradient(self, gradient: Tensor) -> None:
         self.leave_out(gradient)
