@@ -7,9 +7,10 @@ their gradients are not, which `peaks` counts as the engine keeps them.
 
 from __future__ import annotations
 
-import copy
 import weakref
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
@@ -17,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakIdKeyDictionary
@@ -80,53 +80,41 @@ def measure(
     list of arguments, or one tensor. Raises UsageError for a model that needs values to run.
     """
     tracker = _Tracker()
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with _unchanged(model), FakeTensorMode(allow_non_fake_inputs=True):
         arguments, keywords = _inputs(batch)
+        _take_values(model, dtypes, tracker)
+        for name, module in units.items():
+            tracker.follow(module, name)
         try:
-            fakes = _without_values(model, dtypes, tracker)
-            for name, module in units.items():
-                tracker.follow(fakes[module], name)
             with tracker, torch.enable_grad():
                 with torch.autocast(HOST.type, autocast, enabled=autocast is not None):
-                    loss = _loss_of(fakes[model](*arguments, **keywords))
+                    loss = _loss_of(model(*arguments, **keywords))
                 tracker.begin_backward()
                 torch.autograd.backward(loss)
         except Exception as error:
             raise UsageError(
                 "the activations cannot be planned, as the model does not run without values, with sizes "
-                f"alone, in a copy of its modules: {type(error).__name__}: {error}"
+                f"alone: {type(error).__name__}: {error}"
             ) from error
     return Activations(tracker.forward, tracker.backward), Flops(**tracker.flops)
 
 
-def _without_values(
-    model: nn.Module, dtypes: Mapping[str, torch.dtype], tracker: _Tracker
-) -> dict[nn.Module, nn.Module]:
-    """A copy of each module, with fake tensors in place of all tensors; those of parameters are left out."""
-    known: dict[int, Any] = {}
+def _take_values(model: nn.Module, dtypes: Mapping[str, torch.dtype], tracker: _Tracker) -> None:
+    """Put fake tensors in place of parameters, which are left out, and of buffers."""
+    fakes: dict[Tensor, Tensor] = {buffer: _fake(buffer) for buffer in model.buffers()}
     for name, parameter in model.named_parameters():
-        tracker.refuse(parameter)
         fake = nn.Parameter(_fake(parameter, dtypes.get(name)), parameter.requires_grad)
         tracker.leave_out(fake)
         if fake.requires_grad:
             fake.register_hook(tracker.take_gradient)
-        known[id(parameter)] = fake
-    with _CopiesWithoutValues():
-        copy.deepcopy(model, known)
-    return {module: known[id(module)] for module in model.modules()}
-
-
-class _CopiesWithoutValues(TorchFunctionMode):
-    """A deep copy of a tensor is a fake one, also of what a forward has left, which could not be copied."""
-
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        return _fake(args[0]) if func is Tensor.__deepcopy__ else func(*args, **(kwargs or {}))
+        fakes[parameter] = fake
+    for module in model.modules():
+        for kind in ("_parameters", "_buffers"):  # others in their place, whatever class these dicts have
+            tensors = vars(module)[kind]
+            vars(module)[kind] = {
+                name: tensor if tensor is None else fakes.get(tensor, tensor)
+                for name, tensor in tensors.items()
+            }
 
 
 class _Tracker(TorchDispatchMode):
@@ -141,7 +129,6 @@ class _Tracker(TorchDispatchMode):
         self._units: list[str | None] = [None]  # those under way, the innermost last
         self._outputs = WeakIdKeyDictionary()
         self._alive = 0
-        self._refused: set[int] = set()
         self._storages: dict[int, tuple[Any, int]] = {}
 
     def __torch_dispatch__(
@@ -152,8 +139,6 @@ class _Tracker(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if any(id(tensor) in self._refused for tensor in iter_tensors((args, kwargs))):
-            raise UsageError("a function of the model has kept a module, and calls that instead of its copy")
         result = func(*args, **kwargs)
         self.flops[self._doing()] += operations(func, args, kwargs, result)
         for tensor in iter_tensors(result):
@@ -192,10 +177,6 @@ class _Tracker(TorchDispatchMode):
         self._storages[key] = held, 0
         self._alive -= nbytes
 
-    def refuse(self, parameter: nn.Parameter) -> None:
-        """Raise UsageError where the model's own parameter is used, which would get a gradient."""
-        self._refused.add(id(parameter))
-
     def take_gradient(self, gradient: Tensor) -> None:
         self.leave_out(gradient)
         if self._units == [None]:
@@ -231,6 +212,47 @@ class _Tracker(TorchDispatchMode):
     def _come_to(self, name: str) -> None:
         self._units = [name]
         self._mark()
+
+
+@contextmanager
+def _unchanged(model: nn.Module) -> Iterator[None]:
+    """After the block, modules have the parameters, buffers, hooks and other attributes of before it, and no
+    fake tensors that a forward caches, also in lists, sets and mappings among them."""
+    seen: set[int] = set()
+    before = [(vars(module), _contents(vars(module), seen)) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for attributes, contents in before:
+            _put_back(attributes, contents)
+
+
+def _contents(container: Any, seen: set[int]) -> Any:
+    """A copy, in which each value is beside its own contents; None for what is no container, or in `seen`."""
+    if type(container) not in (dict, OrderedDict, defaultdict, list, set) or id(container) in seen:
+        return None
+    seen.add(id(container))
+    if isinstance(container, dict):
+        return {key: (value, _contents(value, seen)) for key, value in container.items()}
+    if isinstance(container, list):
+        return [(value, _contents(value, seen)) for value in container]
+    return set(container)
+
+
+def _put_back(container: Any, contents: Any) -> None:
+    if contents is None:
+        return
+    container.clear()
+    if isinstance(contents, set):
+        container |= contents
+        return
+    pairs = contents.values() if isinstance(contents, dict) else contents
+    for value, inside in pairs:
+        _put_back(value, inside)
+    if isinstance(contents, dict):
+        container.update({key: value for key, (value, _) in contents.items()})
+    else:
+        container.extend(value for value, _ in contents)
 
 
 def _inputs(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
