@@ -182,6 +182,7 @@ def test_truth_beside_the_lies_still_passes(round_report: Any) -> None:
         "test_step[sgd, skip 1]",
         "test_step[sgd, skip 1, NaN]",
         "test_step[sgd, skip 1, infinite]",
+        "test_step[sgd, split, skip 1, NaN]",
     }
     assert "test_accumulate[float32-3]" in failed
     assert "test_accumulate[float32-0]" not in failed
