@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import typer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -23,7 +24,12 @@ class Shape:
     vocabulary: int
 
 
-SIZES = {
+class _Sizes(dict[str, Shape]):
+    def __missing__(self, name: str) -> Shape:
+        raise typer.BadParameter(f"there is no size {name!r}; the sizes are {', '.join(self)}")
+
+
+SIZES = _Sizes({
     "tiny": Shape(layers=2, width=64, heads=2, hidden=176, vocabulary=256),
     "small": Shape(layers=4, width=256, heads=4, hidden=688, vocabulary=4096),
     "medium": Shape(layers=8, width=512, heads=8, hidden=1376, vocabulary=8192),
@@ -34,7 +40,7 @@ SIZES = {
     "7b": Shape(layers=36, width=4096, heads=32, hidden=11008, vocabulary=32768),
     "9b": Shape(layers=44, width=4096, heads=32, hidden=11008, vocabulary=32768),
     "13b": Shape(layers=64, width=4096, heads=32, hidden=11008, vocabulary=32768),
-}
+})  # fmt: skip
 """Models of 0.1 M parameters (for tests), 5 M, 34 M, 98 M; and, for an accelerator, of 0.94 G, 1.35 G, 3.1 G,
 7.6 G, 9.2 G and 13.2 G."""
 
