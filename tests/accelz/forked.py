@@ -6,10 +6,12 @@ Ranks that such a process starts come from the same server.
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import multiprocessing
 import os
 import runpy
+import signal
 import socket
 import subprocess
 import sys
@@ -35,6 +37,8 @@ from .fake_distribution import environment
 
 LIMIT_SECONDS = 280
 SCRIPT_SECONDS = 60
+STACKS_SECONDS = 0.5
+"""What a process is given to print where its threads are, before it is killed at its limit."""
 
 
 def check(
@@ -178,7 +182,7 @@ def job(
     """Run a script on ranks of one thread each; when a rank fails, the others end with it. The result has the
     first exit code that is not 0, and what all ranks printed."""
     running = started_ranks(folder, script, arguments, ranks, **variables)
-    code = _ended_together(running, time.monotonic() + LIMIT_SECONDS)
+    code = ended_together(running, time.monotonic() + LIMIT_SECONDS)
     printed, errors_printed = (
         "".join(path.read_text() for path in paths)
         for paths in zip(*(_outputs(folder, rank) for rank in range(ranks)), strict=True)
@@ -191,32 +195,45 @@ def started_ranks(
     folder: Path, script: Path, arguments: Sequence[str], ranks: int, **variables: str
 ) -> list[BaseProcess]:
     """Start a script on ranks of one thread each, with the variables that torchrun sets. What a rank prints
-    goes to `folder`, into stdout-RANK and stderr-RANK."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    place = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    running = []
-    for rank in range(ranks):
-        out, errors = _outputs(folder, rank)
-        for path in (out, errors):
-            path.write_text("")  # there also where a rank is killed before it begins
-        own = place | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
-        given = environment(folder, OMP_NUM_THREADS="1", **own, **variables)
-        running.append(_started(_run_script, out, errors, given, (str(script), *arguments)))
+    goes to `folder`, into stdout-RANK and stderr-RANK. Each rank holds the port of rank 0's store."""
+    with held_port() as held:
+        port = held.getsockname()[1]
+        place = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        running = []
+        for rank in range(ranks):
+            out, errors = _outputs(folder, rank)
+            for path in (out, errors):
+                path.write_text("")  # there also where a rank is killed before it begins
+            own = place | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
+            given = environment(folder, OMP_NUM_THREADS="1", **own, **variables)
+            running.append(_started(_run_script, out, errors, given, (held, str(script), *arguments)))
     return running
+
+
+def held_port() -> socket.socket:
+    """A socket of this machine with a port of its own, that a server which is told the port can listen at.
+
+    While it is open, nothing else is given the port: who asks for any gets one that nobody has bound.
+    Both set SO_REUSEADDR, as torch's stores do, and this socket does not listen, so the server may bind it.
+    """
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    return held
 
 
 def _outputs(folder: Path, rank: int) -> tuple[Path, Path]:
     return folder / f"stdout-{rank}", folder / f"stderr-{rank}"
 
 
-def _ended_together(running: Sequence[BaseProcess], deadline: float) -> int | None:
-    """The job's exit code; None where it was killed at the deadline."""
+def ended_together(running: Sequence[BaseProcess], deadline: float) -> int | None:
+    """The job's exit code; None where it was killed at the deadline, with its stacks printed."""
     codes: list[int | None] = [None]
     while None in codes and not any(codes) and time.monotonic() < deadline:
         time.sleep(0.02)
         codes = [process.exitcode for process in running]
+    if not any(codes):
+        _print_stacks(running)
     for process in running:
         if process.exitcode is None:
             process.kill()
@@ -224,7 +241,17 @@ def _ended_together(running: Sequence[BaseProcess], deadline: float) -> int | No
     return next(filter(None, codes), None if None in codes else 0)
 
 
-def _run_script(command: Sequence[str]) -> int:
+def _print_stacks(running: Sequence[BaseProcess]) -> None:
+    """Have what still runs print, on its stderr, where each of its threads is."""
+    running = [process for process in running if process.exitcode is None]
+    for process in running:
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGUSR1)
+    time.sleep(STACKS_SECONDS if running else 0)
+
+
+def _run_script(given: tuple[socket.socket, *tuple[str, ...]]) -> int:
+    _port, *command = given
     torch.set_num_threads(1)
     sys.path.insert(0, str(Path(command[0]).parent))
     return _main(command, lambda: runpy.run_path(command[0], run_name="__main__"))
@@ -254,12 +281,14 @@ def _forked(
     argument: Any,
     cwd: Path | None = None,
 ) -> int | None:
-    """Exit code of a process that ends with `call(argument)`; None where it was killed after `seconds`."""
+    """Exit code of a process that ends with `call(argument)`; None where it was killed after `seconds`, with
+    its stacks printed."""
     for path in (out, errors):
         path.unlink(missing_ok=True)
     process = _started(call, out, errors, variables, argument, cwd)
     process.join(seconds)
     if process.exitcode is None:
+        _print_stacks([process])
         process.kill()
         process.join()
         return None
@@ -310,11 +339,23 @@ def _child(
     for stream, path in ((1, out), (2, errors)):
         with open(path, "a") as file:
             os.dup2(file.fileno(), stream)
+    faulthandler.register(signal.SIGUSR1, file=2)
     os.chdir(cwd)
     code = call(argument)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def threads_of_the_server() -> list[str]:
+    """The names of its threads, when it has imported all that ranks are forked with. A lock that another one
+    than the first holds while a rank is forked is never released in the rank: there is to be one thread."""
+    cluster.prepare()
+    forked = multiprocessing.get_context("forkserver").Process(target=os.getpid)
+    forked.start()
+    forked.join()
+    threads = Path(f"/proc/{forkserver._forkserver._forkserver_pid}/task")  # type: ignore[attr-defined]
+    return [(thread / "comm").read_text().strip() for thread in threads.iterdir()]
 
 
 def _serve_from_the_same_server() -> None:

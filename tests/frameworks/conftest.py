@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from accelz.conformance.cluster import preload
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}  # nothing is downloaded
+os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"  # or pyarrow starts one where ranks are forked
 
 if find_spec("transformers") is None:  # the environment of `make test`
     collect_ignore_glob = ["test_*.py"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import socket
+import sys
 
 import accelerate
 import torch
@@ -22,10 +22,7 @@ def train() -> None:
 
 
 def launch() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    accelerate.notebook_launcher(train, num_processes=2, use_port=str(port))
+    accelerate.notebook_launcher(train, num_processes=2, use_port=sys.argv[1])
 
 
 if __name__ == "__main__":

@@ -14,13 +14,14 @@ from pathlib import Path
 import pytest
 
 from accelz.conformance.cluster import Clusters
+from tests.accelz.forked import held_port
 from tests.frameworks import accelerate_loops as loops
 from tests.frameworks import trainer_runs
 from tests.frameworks.jobs import assert_same_log
 
 NOTEBOOK = Path(__file__).with_name("notebook.py")
 PROGRAM = Path(__file__).with_name("launched.py")
-LAUNCHER = ["accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
+LAUNCHER = ["accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "0"]
 
 
 def test_a_launched_program_trains(cluster: Clusters, tmp_path: Path) -> None:
@@ -38,11 +39,12 @@ def test_a_launched_program_trains(cluster: Clusters, tmp_path: Path) -> None:
 
 def test_a_notebook_launches_ranks_until_its_kernel_is_one(tmp_path: Path) -> None:
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(NOTEBOOK)]
-    done = subprocess.run(
-        command, env=environment, cwd=tmp_path, check=False, timeout=240, capture_output=True, text=True
-    )
-    held = [line for line in done.stdout.splitlines() if line.startswith("rank")]
-    assert sorted(held) == ["rank 0 of 1 holds 1056", "rank 0 of 2 holds 528", "rank 1 of 2 holds 528"]
+    with held_port() as held:
+        command = [sys.executable, str(NOTEBOOK), str(held.getsockname()[1])]
+        done = subprocess.run(
+            command, env=environment, cwd=tmp_path, check=False, timeout=240, capture_output=True, text=True
+        )
+    printed = [line for line in done.stdout.splitlines() if line.startswith("rank")]
+    assert sorted(printed) == ["rank 0 of 1 holds 1056", "rank 0 of 2 holds 528", "rank 1 of 2 holds 528"]
     assert done.returncode == 1
     assert "forked by one that has joined a job" in done.stderr

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from urllib.error import URLError
 from urllib.request import urlopen
@@ -13,6 +12,7 @@ import torch
 from torch import nn
 
 import zero
+from tests.accelz.forked import held_port
 from zero.observe import (
     Event,
     MLflow,
@@ -87,12 +87,15 @@ def test_mlflow_in_files(tmp_path: Path) -> None:
     assert run.data.tags["placement after step 5"] == "all of it on the device"
 
 
-def test_prometheus(tmp_path: Path) -> None:
+@pytest.fixture
+def port() -> Iterator[int]:
+    with held_port() as held:
+        yield held.getsockname()[1]
+
+
+def test_prometheus(tmp_path: Path, port: int) -> None:
     from prometheus_client.parser import text_string_to_metric_families
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     url = f"http://127.0.0.1:{port}/metrics"
 
     class Asked(Prometheus):

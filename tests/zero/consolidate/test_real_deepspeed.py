@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
+from tests.accelz.forked import held_port
 from tests.zero.helpers import saved
 from zero.consolidate import consolidate, open_source, verify
 from zero.consolidate.universal import export_universal
@@ -65,25 +65,23 @@ def train_and_save(context: Context, folder: str) -> None:
 
 
 def run_ranks(command: list[str]) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    common = os.environ | {
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(RANKS),
-        "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1",
-    }  # fmt: skip
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    ranks = [
-        subprocess.Popen(command, env=common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, **pipes)
-        for rank in range(RANKS)
-    ]
-    try:
-        for rank in ranks:
-            said, _ = rank.communicate(timeout=500)
-            assert rank.returncode == 0, said[-3000:]
-    finally:
-        for rank in ranks:
-            rank.kill()
+    with held_port() as held:
+        common = os.environ | {
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(held.getsockname()[1]), "WORLD_SIZE": str(RANKS),
+            "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1",
+        }  # fmt: skip
+        ranks = [
+            subprocess.Popen(command, env=common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, **pipes)
+            for rank in range(RANKS)
+        ]
+        try:
+            for rank in ranks:
+                said, _ = rank.communicate(timeout=500)
+                assert rank.returncode == 0, said[-3000:]
+        finally:
+            for rank in ranks:
+                rank.kill()
 
 
 def test_our_weights_are_those_of_zero_to_fp32(folder: Path, tmp_path: Path) -> None:
