@@ -197,3 +197,11 @@ def test_what_safetensors_refuses_is_refused(tmp_path: Path, header: object) -> 
         safe_open(path, "np").__enter__()
     with pytest.raises(zero.CheckpointError, match=r"some\.safetensors"):
         open_source(path)
+
+
+def test_sizes_of_many_dimensions_are_not_multiplied(tmp_path: Path) -> None:
+    """Else the product has as many digits as the file, and takes a minute for 4 MB of them."""
+    text = json.dumps({"a": {**E32, "shape": [1 << 61] * 100_000}}).encode()
+    (tmp_path / "some.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(4))
+    with pytest.raises(zero.CorruptCheckpointError, match="100,000 dimensions"):
+        open_source(tmp_path / "some.safetensors")

@@ -116,8 +116,10 @@ def _tensor(
     dtype, shape, (first, last) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
     if dtype not in ITEM_BYTES:
         raise CheckpointError(f"{path}: {name!r} is {str(dtype)[:80]}; supported are {', '.join(ITEM_BYTES)}")
+    if len(shape) > MOST_DIMENSIONS:  # before they are multiplied
+        raise ValueError(f"{name!r} has {len(shape):,} dimensions")
     tensor = SafeTensor(path, name, dtype, _in_elements(dtype, shape), begin + first, tuple(aliases))
-    if last - first != tensor.nbytes or len(shape) > MOST_DIMENSIONS:
+    if last - first != tensor.nbytes:
         raise ValueError(f"the byte range of {name!r} does not match its shape")
     return tensor
 
