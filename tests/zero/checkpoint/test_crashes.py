@@ -244,6 +244,25 @@ def test_a_save_that_fails_forgets_no_other_one_that_latest_does_not_name_yet() 
     assert storage.names(RUNS) == ["kept", "latest", "step-11"]
 
 
+@pytest.mark.parametrize("again", ["step-7", "step-9"])
+def test_a_save_that_fails_while_latest_cannot_be_replaced_forgets_no_other_one(again: str) -> None:
+    def fails(number: int, operation: Operation) -> None:
+        if operation[0] == "rename" and operation[2] in {str(RUNS / name) for name in broken}:
+            raise PermissionError(errno.EACCES, "injected", operation[1])
+
+    storage = MemoryStorage(prepared(SCENARIOS["rotating"]), fault=fails)
+    broken = {"latest"}
+    assert save(storage, RUNS / "step-7", 7, 2) == [None, None]
+    broken.add(f".{again}.zero-old" if again == "step-7" else again)
+    assert all(isinstance(e, zero.CheckpointError) for e in save(storage, RUNS / again, 9, 2))
+    assert find(RUNS, storage).name == "step-5"
+    broken.clear()
+    assert save(storage, RUNS / "apart", 10) == [None, None]
+    assert storage.names(RUNS) == ["apart", "kept", "latest", "step-3", "step-5", "step-7"]
+    assert save(storage, RUNS / "step-11", 11, 1) == [None, None]
+    assert storage.names(RUNS) == ["apart", "kept", "latest", "step-11"]
+
+
 def test_a_rotation_that_nobody_would_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     storage = MemoryStorage(prepared(SCENARIOS["rotating"]))
     monkeypatch.setattr(pointer, "LARGEST_LATEST", 140)

@@ -2,7 +2,8 @@
 
 Its next contents are on the disk, as `.latest.zero-new`, before the checkpoint that they name is published.
 If they cannot take their place after that, or a kill comes before it, the next save puts them there, or its
-own, which list the same checkpoints. Only if that save then fails itself is one left out of the rotation.
+own, which list the same checkpoints. If that save then fails itself, it puts back what was there before. Only
+if it is killed in its last moments, too, is one left out of the rotation.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ class Pointer:
         self._path = parent / LATEST
         self._next = hidden(self._path, "new")
         self._listed: tuple[str, ...] = ()
+        self._earlier = b""  # what an earlier save has prepared, and prepare() has removed
 
     def check(self) -> None:
         """Raise CheckpointError for a `latest` of another program: DeepSpeed's, or a link of that name."""
@@ -77,8 +79,16 @@ class Pointer:
                 f"{self._path} would have {len(latest):,} bytes, and at most {LARGEST_LATEST:,} are read: it "
                 f"lists {len(self._listed)} checkpoints for rotation; lower keep_last, or save elsewhere"
             )
+        if self._prepared() is not None:
+            self._earlier = read_whole(self._storage, self._next, LARGEST_LATEST)
         self._storage.remove(self._next)
         write_whole(self._storage, self._next, latest)
+
+    def put_back(self) -> None:
+        """Take back prepare(), as nothing was published: what an earlier save has prepared is there again."""
+        if self._earlier:
+            self._storage.remove(self._next)
+            write_whole(self._storage, self._next, self._earlier)
 
     def replace(self) -> None:
         """Let what was prepared take its place."""

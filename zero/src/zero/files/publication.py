@@ -99,10 +99,12 @@ class Publication:
             return
         with self._alone():
             with self._later():
-                self._pointer.finish()  # what is prepared may be an earlier save's, or another one's
+                self._pointer.put_back()
             in_place.remove_strays(self._storage, self.path)
             self._remove(self.staging)
             self._restore(self.path)
+            with self._later():
+                self._pointer.finish()  # what is prepared may be an earlier save's, or another one's
 
     def close(self) -> None:
         """Release the lock on the staging directory."""
