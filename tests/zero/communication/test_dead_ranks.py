@@ -7,11 +7,14 @@ import re
 import time
 import warnings
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import zero
+from accelz import CollectiveError, Handle
 from accelz.conformance.cluster import Clusters, Context
 from tests.zero.conftest import Abilities
 from tests.zero.helpers.failing import TIMEOUT, Ended, Job, Ranks, Reordered, ended_jobs
@@ -222,3 +225,31 @@ def failed_gather_body(context: Context) -> list[str]:
 
 def test_a_gather_that_fails_is_the_only_error(cluster: Clusters) -> None:
     assert cluster(2).run(failed_gather_body) == [[], []]
+
+
+class _Fails(Handle):
+    def wait(self) -> None:
+        raise CollectiveError("as the test wants")
+
+
+def failed_reduction_body(context: Context) -> list[bool]:
+    """Whether buffers are there that transfers under way read from or write to, once another one has failed."""
+    model = Reordered([0, 1, 2])
+    config = zero.Config(stage=1, units=("Linear",), timeout=TIMEOUT)
+    engine = zero.initialize(model, adamw(model), config)
+    collectives, begun = context.accelerator.collectives, list[tuple[Tensor, Tensor]]()
+
+    def begin(output: Tensor, full: Tensor, *others: Any, **named: Any) -> Handle:
+        handle = type(collectives).reduce_scatter(collectives, output, full, *others, **named)
+        begun.append((output, full))
+        return _Fails() if len(begun) == 1 else handle
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collectives, "reduce_scatter", begin)
+        with pytest.raises(zero.CommunicationError, match="as the test wants"):
+            engine.backward(model(torch.ones(2, 8, device=context.accelerator.device)).sum())
+    return [each.untyped_storage().nbytes() > 0 for pair in begun[1:] for each in pair]
+
+
+def test_what_may_be_written_to_stays_after_a_failure(disposable: Ranks) -> None:
+    assert disposable(2).run(failed_reduction_body) == [[True, True]] * 2

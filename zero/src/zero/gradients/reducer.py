@@ -251,9 +251,12 @@ class GradientReducer:
         return flying + sum(gradients.device_bytes() for gradients in self.all)
 
     def clear(self) -> None:
-        """Drop all gradients: after the optimizer step, or after an exception."""
+        """Drop all gradients: after the optimizer step, or after an exception. After a failed collective they
+        stay while the engine does."""
+        if self.communicator.failed:
+            return  # transfers that cannot be waited for may still write to them
         for reduction in self._reductions:
-            if reduction.handle is not None and not self.communicator.failed:
+            if reduction.handle is not None:
                 reduction.handle.wait()
         self._reductions.clear()
         if self._replica_sums is not None:
