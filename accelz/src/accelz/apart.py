@@ -23,7 +23,10 @@ Say = Callable[[str], None]
 """How a call says what it does next."""
 Call = Callable[[Say], Any]
 """A call: its result is JSON, and it raises nothing."""
+Slow = Callable[[Call, str], None]
+"""Told once of each call that keeps this process waiting, and of what it has said that it does."""
 
+PATIENT_SHARE = 0.3  # of the limit, after which it is told
 LOOK_SECONDS = 0.01
 
 
@@ -37,16 +40,15 @@ class Lost:
     late: bool
 
 
-def answers(calls: Sequence[Call], limit: float) -> list[Any]:
+def answers(calls: Sequence[Call], limit: float, slow: Slow) -> list[Any]:
     """The answer of each call, or a `Lost`. limit: seconds that may pass between what it says."""
     found: list[Any] = []
-    while len(found) < len(calls):
-        left = calls[len(found) :]
-        found += _of_child(left, limit) or [call(lambda _: None) for call in left]
+    while left := calls[len(found) :]:
+        found += _of_child(left, limit, slow) or [call(lambda _: None) for call in left]
     return found
 
 
-def _of_child(calls: Sequence[Call], limit: float) -> list[Any]:
+def _of_child(calls: Sequence[Call], limit: float, slow: Slow) -> list[Any]:
     """The answers that one child gives, of which the last may be a `Lost`; none where it cannot be made."""
     reader, writer = os.pipe()
     try:
@@ -59,7 +61,7 @@ def _of_child(calls: Sequence[Call], limit: float) -> list[Any]:
     finally:
         os.close(writer)
     try:
-        return list(_collected(reader, child, len(calls), limit))
+        return list(_collected(reader, child, calls, limit, slow))
     finally:
         os.close(reader)
         _end(child)
@@ -91,11 +93,14 @@ def _tell(writer: int, **fact: Any) -> None:
         pipe.write(json.dumps(fact) + "\n")
 
 
-def _collected(reader: int, child: int, count: int, limit: float) -> Iterator[Any]:
-    at, rest = "", b""
-    while count:
+def _collected(reader: int, child: int, calls: Sequence[Call], limit: float, slow: Slow) -> Iterator[Any]:
+    left, told, at, rest = list(calls), False, "", b""
+    while left:
         deadline = time.monotonic() + limit
         while b"\n" not in rest:
+            if not told and not _readable(reader, deadline - (1 - PATIENT_SHARE) * limit):
+                told = True
+                slow(left[0], at)
             part = _read(reader, deadline)
             if not part:
                 how = None if part is None else _how_it_ended(child, deadline)
@@ -107,16 +112,20 @@ def _collected(reader: int, child: int, count: int, limit: float) -> Iterator[An
         if "at" in fact:
             at = fact["at"]
         else:
-            count -= 1
+            left.pop(0)
+            told = False
             yield fact["answer"]
 
 
 def _read(reader: int, deadline: float) -> bytes | None:
     """What the child has written; nothing at its end, and None at the deadline."""
+    return os.read(reader, 1 << 16) if _readable(reader, deadline) else None
+
+
+def _readable(reader: int, deadline: float) -> bool:
     ready = select.poll()
     ready.register(reader, select.POLLIN)
-    left = max(0.0, deadline - time.monotonic())
-    return os.read(reader, 1 << 16) if ready.poll(left * 1000) else None
+    return bool(ready.poll(max(0.0, deadline - time.monotonic()) * 1000))
 
 
 def _how_it_ended(child: int, deadline: float) -> str | None:

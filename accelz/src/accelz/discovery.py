@@ -211,9 +211,21 @@ def _warn_of_unknown(disabled: Iterable[str]) -> None:
 def inspect(entries: Sequence[EntryPoint], disabled: Iterable[str] = ()) -> list[BackendRow]:
     """Import each backend's plugin and call its probe, first in a child process, with a limit on its time."""
     asked = [entry for entry in entries if entry.name not in disabled]
-    found = apart.answers([partial(_ask, entry) for entry in asked], PROBE_SECONDS * patience())
+    calls = {partial(_ask, entry): entry for entry in asked}
+    limit = PROBE_SECONDS * patience()
+    found = apart.answers([*calls], limit, lambda call, at: _warn_of_wait(calls[call], at, limit))
     rows = [_row(e, Status.DISABLED, "switched off by ACCELZ_DISABLE") for e in entries if e not in asked]
     return rows + [_inspected(entry, answer) for entry, answer in zip(asked, found, strict=True)]
+
+
+def _warn_of_wait(entry: EntryPoint, at: str, limit: float) -> None:
+    name = entry.name
+    machine.warn(
+        f"waiting for backend {name!r} ({_distribution(entry)}): {at} has not returned yet, and may take up "
+        f"to {limit:g} s; ACCELZ_DISABLE={name} leaves it out, and with ACCELZ_DEVICE only the backend that "
+        "it names is asked",
+        stacklevel=2,
+    )
 
 
 def _ask(entry: EntryPoint, say: apart.Say) -> dict[str, Any]:
