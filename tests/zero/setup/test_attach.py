@@ -35,6 +35,11 @@ def rmsprop(model: nn.Module) -> Any:
     return torch.optim.RMSprop(model.parameters(), lr=1e-3)
 
 
+def adagrad(model: nn.Module) -> Any:
+    """It has state from the start."""
+    return torch.optim.Adagrad(model.parameters(), lr=1e-2, initial_accumulator_value=0.125)
+
+
 def two(model: nn.Module) -> Any:
     parameters = list(model.parameters())
     return [torch.optim.AdamW(parameters[::2], lr=1e-3), torch.optim.SGD(parameters[1::2], lr=1e-2)]
@@ -91,6 +96,8 @@ RUNS: dict[str, tuple[Make, dict[str, Any]]] = {
     "16 bits": (adamw, {"precision": "bf16"}),
     "SGD": (sgd, {"precision": "bf16"}),
     "slices": (rmsprop, {}),
+    "state from the start": (adagrad, {}),
+    "state from the start, at 16 bits": (adagrad, {"precision": "bf16"}),
     "whole parameters": (adafactor, {}),
     "some parameters": (muon, {"stage": 2}),
     "host": (adamw, {"offload": HOST}),

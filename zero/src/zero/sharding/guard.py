@@ -29,7 +29,8 @@ REASON_ATTRIBUTE = "_zero_reason"
 UNIT_ATTRIBUTE = "_zero_unit"
 """Key in a parameter's __dict__ of its `UnitOfParameter`."""
 
-# What is allowed on a parameter that has no values: attributes to read, attributes to write, methods.
+# What is allowed on a parameter that has no values: attributes to read, attributes to write, methods and
+# functions. Adagrad makes its state when it is made itself.
 _READABLE = frozenset(
     """
     shape dtype device layout ndim grad grad_fn requires_grad is_leaf names itemsize nbytes
@@ -43,6 +44,7 @@ _METHODS = frozenset(
     size dim ndimension numel nelement stride storage_offset untyped_storage element_size get_device has_names
     is_contiguous is_floating_point is_complex is_signed is_inference is_pinned is_same_size is_tensor
     _is_view __len__ __hash__ requires_grad_ register_hook register_post_accumulate_grad_hook
+    zeros_like ones_like full_like
     """.split()  # noqa: SIM905
 )
 
