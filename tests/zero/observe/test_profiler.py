@@ -48,6 +48,11 @@ def profiled_body(context: Context, path: str) -> int:
     training = Training(model, adamw(model), zero.Config(timeout=20))
     with pytest.raises(zero.UsageError, match="at least one step"):
         training.engine.profile(0)
+    if context.rank == 0:
+        with pytest.warns(
+            RuntimeWarning, match=r"Profiler is told of nothing more, .* directory: .*/a file/profile'"
+        ):
+            training.engine.profile(2, Path(path).with_name("a file") / "profile")
     for number in range(5):
         if number == 1:
             training.engine.profile(2, path)
@@ -58,6 +63,7 @@ def profiled_body(context: Context, path: str) -> int:
 
 def test_a_profile_is_written_and_ends_by_itself(cluster: Clusters, tmp_path: Path) -> None:
     folder = tmp_path / "profile"
+    (tmp_path / "a file").touch()
     assert cluster(2).run(profiled_body, path=str(folder)) == [0, 0]
     names = [
         event.get("name", "") for event in json.loads((folder / "trace.json").read_text())["traceEvents"]

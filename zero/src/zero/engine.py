@@ -620,7 +620,8 @@ class Engine:
         """Profile the next `steps` steps on rank 0, each from its first forward to that of the next.
 
         Writes trace.json, with the engine's ranges, and summary.txt to `folder`: the shares of computation,
-        gathers, reduces, copies between tiers, optimizer and the rest, and what was waited for by unit.
+        gathers, reduces, copies between tiers, optimizer and the rest, and what was waited for by unit. A
+        folder that cannot be written to is warned of at once.
         """
         if steps < 1:
             raise UsageError(f"profile(steps={steps}): at least one step is needed")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING
 
-from zero.observe.observer import Observer
+from zero.observe.observer import Observer, Run
 from zero.observe.profile_summary import Span, Summary, summarise
 from zero.ranges import PREFIX
 
@@ -26,6 +27,11 @@ class Profiler(Observer):
         self._begun = 0
         self._profile: profile | None = None
 
+    def begin(self, run: Run) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=self._folder):
+            pass  # a folder that cannot be written to is told now
+
     def begin_step(self, number: int) -> None:
         from torch.profiler import profile
 
@@ -44,7 +50,6 @@ class Profiler(Observer):
         assert self._profile is not None
         self._profile.__exit__(None, None, None)
         self.summary = _summary(self._profile, self._begun)
-        self._folder.mkdir(parents=True, exist_ok=True)
         self._profile.export_chrome_trace(str(self._folder / TRACE))
         (self._folder / PAGE).write_text(str(self.summary), encoding="utf-8")
         self._profile, self.over = None, True
