@@ -72,7 +72,9 @@ def test_a_better_backend_that_does_not_answer_in_time_is_not_passed_over(tmp_pa
     assert f"SelectionError: {said}" in _last(done.stderr)
     assert "Set ACCELZ_DEVICE to the backend that is meant, on all ranks; or ACCELZ_PATIENCE" in done.stderr
     assert f'(None, "{said}' in done.stdout
-    waited = "waiting for backend 'slow' (accelz-slow): its probe has not returned yet, and may take up to 1 s"
+    waited = (
+        "waiting for backend 'slow' (accelz-slow): its probe has not returned yet, and may take up to 1 s"
+    )
     assert done.stderr.count(waited) == 2, "once each time that backends are asked"
     assert "waiting for" not in python(tmp_path, CURRENT, ACCELZ_DEVICE="cpu").stderr
 

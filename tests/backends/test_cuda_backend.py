@@ -18,7 +18,7 @@ from accelz import CollectiveError, Collectives, Group, MemoryStats, StorageSwap
 from accelz.ranks.bounded_store import HostSilentError, bounded
 from accelz.torch_device import ActiveMemory, TorchAccelerator
 from accelz_cuda import probe
-from accelz_cuda.accelerator import build
+from accelz_cuda.accelerator import CudaMemory, CudaStreams, build
 from accelz_cuda.collectives import NcclCollectives
 
 
@@ -273,6 +273,34 @@ def test_memory_that_a_stream_still_uses_is_in_use() -> None:
     assert memory.stats() == MemoryStats(allocated=30, peak=80, capacity=1000, free=570)
     counters.clear()  # nothing was ever allocated
     assert memory.stats() == MemoryStats(allocated=0, peak=0, capacity=1000, free=500)
+
+
+class _Graph:
+    def capture_begin(self, pool: tuple[int, int], capture_error_mode: str) -> None:
+        self.pool = pool
+
+
+def test_memory_of_captured_graphs_is_theirs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Doubles of torch's functions for pools: it has not run on a GPU."""
+    counters = {
+        "active_bytes": {"all": {"current": 30, "peak": 80}},
+        "reserved_bytes": {"all": {"current": 100, "peak": 100}},
+    }
+    segments = {(0, 1): [{"total_size": 20, "active_size": 5}, {"total_size": 8, "active_size": 8}]}
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda: counters)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (500, 1000))
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda pool: segments[pool])
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", _Graph)
+    streams = CudaStreams()
+    memory = CudaMemory(streams)
+    assert memory.stats() == MemoryStats(allocated=30, peak=80, capacity=1000, free=570)
+    graph = streams._new_graph()
+    streams._begin(graph)
+    assert graph.pool == (0, 1)
+    assert memory.stats() == MemoryStats(allocated=30, peak=80, capacity=1000, free=555)
+    del graph  # torch gives its memory to whoever needs some
+    assert memory.stats().free == 570
 
 
 def test_ranks_may_share_a_gpu_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

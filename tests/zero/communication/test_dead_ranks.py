@@ -233,7 +233,7 @@ class _Fails(Handle):
 
 
 def failed_reduction_body(context: Context) -> list[bool]:
-    """Whether buffers are there that transfers under way read from or write to, once another one has failed."""
+    """Whether buffers are there that transfers under way read from or write to, once another has failed."""
     model = Reordered([0, 1, 2])
     config = zero.Config(stage=1, units=("Linear",), timeout=TIMEOUT)
     engine = zero.initialize(model, adamw(model), config)
