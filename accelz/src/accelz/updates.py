@@ -125,7 +125,7 @@ class Update(ABC):
     def reference(self, chunk: int) -> None:
         """Make the step in plain torch, `chunk` elements at a time, which bounds its scratch memory."""
 
-    def split(self, numel: int) -> Iterator[Self]:
+    def chunks(self, numel: int) -> Iterator[Self]:
         """Yield the updates of successive `numel` elements, the last one of what is left. With moments in 8
         bits, of so many whole blocks. Split masters are joined, and split again once the part is stepped."""
         flat = {name: getattr(self, name) for name in ("master", "grad", "weights", *self.moment_names)}
@@ -233,7 +233,7 @@ class AdamWUpdate(Update):
         first, root = self.bias_corrections()
         lr, decay = self.lr_and_decay()
         step_size = first.reciprocal() * lr
-        for u in self.split(chunk):
+        for u in self.chunks(chunk):
             g = u.gradient()
             m, v = u.wide_moments()
             m = torch.lerp(m, g, 1 - u.beta1)
@@ -250,7 +250,7 @@ class SgdUpdate(Update):
 
     def reference(self, chunk: int) -> None:
         lr, _ = self.lr_and_decay()
-        for u in self.split(chunk):
+        for u in self.chunks(chunk):
             u.write(_minus(u.master, lr, u.gradient()))
 
 
@@ -275,7 +275,7 @@ class MomentumUpdate(Update):
 
     def reference(self, chunk: int) -> None:
         lr, _ = self.lr_and_decay()
-        for u in self.split(chunk):
+        for u in self.chunks(chunk):
             g = u.gradient()
             (m,) = u.wide_moments()
             m = m * u.momentum + g
@@ -309,7 +309,7 @@ class LionUpdate(Update):
 
     def reference(self, chunk: int) -> None:
         lr, decay = self.lr_and_decay()
-        for u in self.split(chunk):
+        for u in self.chunks(chunk):
             g = u.gradient()
             (m,) = u.wide_moments()
             direction = torch.lerp(m, g, 1 - u.beta1).sign_()

@@ -18,7 +18,7 @@ class CpuKernels(Kernels):
     def adamw(self, update: AdamWUpdate) -> None:
         fused = torch._fused_adamw_ if update.decoupled else torch._fused_adam_
         ready = update.grad.dtype is torch.float32 and update.grad_scale is None
-        for u in update.split(FUSED_CHUNK):
+        for u in update.chunks(FUSED_CHUNK):
             gradient = u.grad
             if not ready:
                 gradient = torch.empty_like(gradient, dtype=torch.float32)

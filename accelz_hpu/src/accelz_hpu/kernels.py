@@ -44,7 +44,7 @@ class HpuKernels(Kernels):
         neg_step = (c2 / c1 * -update.lr).reshape(1)
         gradient_factor = 1 / c2 if update.grad_scale is None else update.grad_scale / c2
         decay = self._decay(update.decay, neg_step)
-        for u in update.split(self.chunk):
+        for u in update.chunks(self.chunk):
             g = u.grad.float() * gradient_factor
             w, m, v = u.master.clone(), u.exp_avg / c2, u.exp_avg_sq / (c2 * c2)
             self._operator([g], [w], [m], [v], neg_step, u.beta1, u.beta2, u.eps, *decay)
