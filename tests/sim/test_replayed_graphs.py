@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import zero
 from accelz import Graph
@@ -17,7 +19,7 @@ from accelz.conformance.cluster import Clusters, Context, preload
 from tests.zero.helpers.compiled_models import FAULTS, WIDTH, Watched, fresh, tokens
 from tests.zero.helpers.models import device_of
 from tests.zero.helpers.training import adamw
-from zero.compiled.replays import Count
+from zero.compiled.replays import Count, Ends, Replays, Run
 from zero.optimizer.captured_step import PATIENCE, STEADY
 
 preload("zero.compiled.model")
@@ -357,6 +359,37 @@ def broken_body(context: Context) -> None:
 
 def test_a_replay_that_fails_at_once_is_called(sim: Clusters) -> None:
     sim(1).run(broken_body)
+
+
+def alone_body(context: Context, run: Run, host: bool, why: str) -> None:
+    """One segment by itself, whose operation a compiler has made `run` of."""
+    device = context.accelerator.device
+    x, y = torch.ones(4, device=device), torch.ones((), device=device)
+    module = make_fx(lambda x, y: (x * y) * 2, tracing_mode="fake")(x, y)
+    y = y.cpu() if host else y
+    Ends(frozenset()).note(module)
+    replays = Replays(context.accelerator)
+    graph = replays.make(module, lambda module, inputs: run)
+    for _ in range(STEADY):
+        graph([x, y])
+    with pytest.warns(RuntimeWarning, match=f"is called each time: {why}"):
+        graph([x, y])
+    graph([x, y])
+    count = replays.count()
+    assert (count.captured, count.replayed, count.called) == (0, 0, STEADY + 2)
+    assert re.match(why, count.failed)
+
+
+def first(inputs: Sequence[Any]) -> Sequence[Any]:
+    return [inputs[0]]
+
+
+@pytest.mark.parametrize(
+    ("host", "why"),
+    [(False, "a result of it lies in the memory"), (True, "it reads a tensor that is not on the device")],
+)
+def test_segments_that_are_called_for_ever_tell_why(sim: Clusters, host: bool, why: str) -> None:
+    sim(1).run(alone_body, run=first, host=host, why=why)
 
 
 def never_body(context: Context) -> None:

@@ -99,11 +99,11 @@ class Replays:
         if self._runs == PATIENCE and not self.failed and not self.count().replayed:
             warn(_NEVER.format(PATIENCE), RuntimeWarning)
 
-    def refuse(self, error: Exception) -> None:
-        """A segment cannot be captured, and is called from now on."""
+    def refuse(self, why: str) -> None:
+        """A segment cannot be captured, and is called from now on. Warns of the first one."""
         if not self.failed:
-            self.failed = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-            warn(_REFUSED + self.failed, RuntimeWarning)
+            self.failed = why
+            warn(_REFUSED + why, RuntimeWarning)
 
 
 class ReplayedGraph:
@@ -285,8 +285,7 @@ class ReplayedSegment:
         """Capture a run and make it; returns whether that was possible."""
         device = self._replays.accelerator.device
         if any(_is_elsewhere(each, device) for place, each in enumerate(inputs) if place not in self._unread):
-            self._refused = True  # the host would read it now, and not in replays
-            return False
+            return self._refuse(_ELSEWHERE)
         self._forget()  # its memory, before there is another's
         graph.look_again()
         self._patience *= 2  # operands that come and go are not worth many captures
@@ -296,15 +295,17 @@ class ReplayedSegment:
             device_graph = streams.capture(lambda: self._outputs.extend(self._run(inputs)))
             device_graph.replay()
         except Exception as error:
-            self._outputs, self._refused = [], True
-            self._replays.refuse(error)
-            return False
+            return self._refuse(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
         if not _memory(self._outputs).keys().isdisjoint(_memory(inputs)):
-            self._outputs, self._refused = [], True
-            return False
+            return self._refuse(_ALIAS)
         self._own(graph)
         self._device_graph, self.nbytes = device_graph, max(0, memory.stats().allocated - before)
         return True
+
+    def _refuse(self, why: str) -> bool:
+        self._outputs, self._refused = [], True
+        self._replays.refuse(why)
+        return False
 
     def _own(self, graph: ReplayedGraph) -> None:
         """Note the memory of the results, of which nothing else holds a tensor now."""
@@ -371,6 +372,8 @@ def _room_for(tensor: Tensor) -> Tensor | None:
 _REFUSED = (
     "zero.Compile(graphs=True): a segment of a compiled graph could not be captured and is called each time: "
 )
+_ELSEWHERE = "it reads a tensor that is not on the device, of which replays would not see new values"
+_ALIAS = "a result of it lies in the memory of what it was called with"
 _NEVER = (
     "zero.Compile(graphs=True) has had no effect in {} runs of compiled graphs: shapes, or the addresses of "
     "gathered weights, are others each time. Leave it out, or see docs/captured-graphs.md"

@@ -83,9 +83,10 @@ def plan(
     Needs no device and no other rank, and changes nothing. The model needs no memory either: build it under
     torch.device("meta"), or under `zero.init`. The plan covers model state in the steady state of eager
     training, on a device with memory of its own whose kernels step the optimizer, and the traffic of an
-    optimizer step; with a batch, activations too. It does not include the modules' buffers, or temporaries of
-    libraries and of torch's own optimizers. offload="auto" is planned as it begins, with the optimizer's
-    state on the host.
+    optimizer step; with a batch, activations too. It does not include the modules' buffers, temporaries of
+    libraries and of torch's own optimizers, what graphs keep of activations (`Compile(graphs=True)`), or the
+    scratch memory of a captured step. offload="auto" is planned as it begins, with the optimizer's state on
+    the host.
 
     mesh, data_dims, shard_dims: in place of `ranks`, as in `zero.initialize`, for this process's place in the
     mesh. Parameters that are DTensors are planned by their blocks, and those of `Config(local_modules=...)`
