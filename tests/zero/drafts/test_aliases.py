@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -283,6 +284,26 @@ def test_state_dicts_and_variables_of_before_are_warned_of(way: Callable[[nn.Mod
     with pytest.warns(UserWarning, match=r"shares the memory of .*1\.linear\.bias, such as a state dict"):
         check_aliases(model)
     del kept
+
+
+def test_what_is_frozen_for_the_collector_is_refused_with_what_to_do() -> None:
+    model = built()
+    check_aliases(model)
+    kept = model.state_dict()
+    gc.freeze()
+    try:
+        with pytest.raises(
+            zero.ModelError, match=r"something outside the model .*call gc\.unfreeze\(\) before"
+        ):
+            check_aliases(model)
+    finally:
+        gc.unfreeze()
+    del kept
+    gc.freeze()
+    try:
+        check_aliases(model)
+    finally:
+        gc.unfreeze()
 
 
 def test_without_the_use_count_models_are_searched(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,9 @@ to; so memory that is not torch's own is always looked for.
 
 Left alone is what training does not make wrong: aliases of frozen parameters, graphs of earlier forwards,
 what a hook sets anew before each forward (`torch.nn.utils.spectral_norm`).
+
+What the program has hidden by `gc.freeze()` is counted, and cannot be looked at: what would be warned of is
+refused, and a view that a variable holds is taken for one of a graph.
 """
 
 from __future__ import annotations
@@ -84,7 +87,8 @@ def check_aliases(model: nn.Module) -> None:
     kept |= dict.fromkeys(others - kept.keys(), "something outside the model")
     if kept:
         shown = some([f"{where} (of {name!r})" for name, where in kept.items()])
-        raise ModelError(f"there are tensors over the memory of parameters: {shown}. {_STALE}")
+        hidden = f". {_HIDDEN}" if others and gc.get_freeze_count() else ""
+        raise ModelError(f"there are tensors over the memory of parameters: {shown}. {_STALE}{hidden}")
     if left:
         warn(_LEFT.format(some(left)))
 
@@ -194,6 +198,10 @@ _STALE = (
     "own. Take the view in forward, from the parameter; register one Parameter in every module that uses it; "
     "or keep values that are to stay as they are with .clone(). del what nothing needs: notebooks keep what "
     "was shown, and the variables of the last error"
+)
+_HIDDEN = (
+    "gc.freeze() hides whether that is harmless, as a state dict is, or garbage: call gc.unfreeze() "
+    "before zero.initialize, and gc.freeze() after it"
 )
 _LEFT = (
     "something outside the model shares the memory of {}, such as a state dict or a variable of before "
