@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
+import accelz
 from accelz.discovery import installed
 
 from . import forked
 from .fake_distribution import environment
+from .test_public_face import OPERATIONS
 
 pytestmark = pytest.mark.slow  # starts programs
 
@@ -107,3 +109,14 @@ def test_what_it_names_is_there() -> None:
         re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in re.findall(r"^#+ (.*)$", GUIDE, re.M)
     }
     assert set(re.findall(r"\(#([\w-]+)\)", GUIDE)) <= headings
+
+
+def test_it_says_which_operations_are_to_be_written() -> None:
+    """In a table by role: all that have no default; of roles whose operations are few, the others, too."""
+    rows = re.findall(r"^\| (`[A-Z].*?) \| (.*?) ?\| (.*?) ?\|$", GUIDE, re.MULTILINE)
+    for role, names in OPERATIONS.items():
+        ((to_write, others),) = [row[1:] for row in rows if f"`{role}`" in row[0]]
+        abstract = getattr(getattr(accelz, role), "__abstractmethods__", frozenset())
+        written = {name for name in names.split() if f"`{name}`" in to_write}
+        assert written == (set() if "all, " in others else abstract), role
+        assert "all, " in others or written | set(re.findall(r"`(\w+)`", others)) == set(names.split()), role
