@@ -6,7 +6,6 @@ all groups: these take turns in one room on the device.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from accelz import HOST, Group
 from zero.communication.communicator import Communicator
-from zero.files.boxes import Run
+from zero.files.boxes import Box, Region
 from zero.optimizer.routes import Arrival, Routes
 from zero.sharding.shard_source import fetch
 from zero.tiers.stores import Stores
@@ -102,8 +101,8 @@ def join(blocks: Tensor, routes: Routes, whole: Tensor) -> None:
     """Fill `whole` with the parameters that this rank steps, from their blocks as they have arrived."""
     for arrival in routes.arrivals:
         block = torch.cat([blocks[stretch] for stretch in arrival.stretches]).view(arrival.region.shape)
-        for there, here in _boxes(arrival):
-            _parameter(whole, routes, arrival)[there] = block[here].to(whole.device, whole.dtype)
+        for values, here in _boxes(whole, routes, arrival):
+            values.copy_(block[here])
 
 
 def divide(whole: Tensor, routes: Routes, blocks: Tensor, scratch: Tensor) -> None:
@@ -111,27 +110,17 @@ def divide(whole: Tensor, routes: Routes, blocks: Tensor, scratch: Tensor) -> No
     for arrival in routes.arrivals:
         stretches = arrival.stretches
         block = blocks[stretches[0]] if len(stretches) == 1 else scratch[: arrival.numel]
-        for there, here in _boxes(arrival):
-            block.view(arrival.region.shape)[here].copy_(_parameter(whole, routes, arrival)[there])
+        for values, here in _boxes(whole, routes, arrival):
+            block.view(arrival.region.shape)[here].copy_(values)
         if len(stretches) > 1:
             lengths = [stretch.stop - stretch.start for stretch in stretches]
             for stretch, part in zip(stretches, block.split(lengths), strict=True):
                 blocks[stretch].copy_(part)
 
 
-def _parameter(whole: Tensor, routes: Routes, arrival: Arrival) -> Tensor:
-    return whole[arrival.piece.shard_slice].view(routes.specs[arrival.piece.index].shape)
-
-
-def _boxes(arrival: Arrival) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
-    """Indices of the parameter, and of its block, that are the same elements."""
-    for several in itertools.product(*map(_ranges, arrival.region.runs)):
-        there, here = zip(*several, strict=True)
-        yield there, here
-
-
-def _ranges(runs: Iterable[Run]) -> Iterator[tuple[slice, slice]]:
-    begin = 0
-    for first, length in runs:
-        yield slice(first, first + length), slice(begin, begin + length)
-        begin += length
+def _boxes(whole: Tensor, routes: Routes, arrival: Arrival) -> Iterator[tuple[Tensor, tuple[slice, ...]]]:
+    """The boxes of a parameter that a block has: views of its values, and indices of the block."""
+    shape = routes.specs[arrival.piece.index].shape
+    values = whole[arrival.piece.shard_slice].view(shape)
+    for there, here in Region.whole(shape).common(Box((0,) * len(shape), shape), arrival.region):
+        yield values[there.slices], here.slices
