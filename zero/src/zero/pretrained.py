@@ -25,10 +25,10 @@ from zero.files.safetensors_header import is_safetensors
 from zero.files.safetensors_weights import SafetensorsWeights
 from zero.files.storage import DISK, Storage
 from zero.loading.tensor_reader import TensorReader
-from zero.loading.together import Together
+from zero.loading.together import all_or_none
 from zero.loading.weights import fill_buffers, fill_units, targets
 from zero.sharding.distributed import local_of, region_of
-from zero.sharding.guard import OWNER_ATTRIBUTE
+from zero.sharding.guard import has_engine
 from zero.sharding.sharded_unit import ShardedUnit, refill
 from zero.sharding.state_entries import entries_of
 
@@ -99,7 +99,7 @@ def fill(model: nn.Module, request: Request) -> None:
     """Do what load_pretrained() does."""
     if not isinstance(model, nn.Module):
         raise ModelError(f"expected a torch.nn.Module, got {type(model).__name__}")
-    if any(OWNER_ATTRIBUTE in parameter.__dict__ for parameter in model.parameters()):
+    if has_engine(model):
         raise UsageError("the model has an engine: call engine.load_pretrained(path) instead")
     with closing(request.open()) as weights:
         keys = request.match(weights, model)
@@ -128,7 +128,7 @@ def keep_promises(units: Sequence[ShardedUnit], communicator: Communicator) -> N
                 keys.setdefault(promise.weights, {})[name] = promise.key
                 deferred_init.forget_promise(parameter)
     if keys:
-        Together(communicator, "pretrained weights")(lambda: _fill_shards(units, keys))
+        all_or_none(communicator, "pretrained weights", lambda: _fill_shards(units, keys))
         refill(units, frozen=True)
 
 
@@ -136,7 +136,6 @@ def fill_engine(
     model: nn.Module, full: FullParameters, request: Request, before_change: Callable[[], None]
 ) -> None:
     """Do what Engine.load_pretrained does. before_change: called once everything has been checked."""
-    together = Together(full.communicator, "pretrained weights")
     opened: list[SafetensorsWeights] = []
     keys: dict[str, str] = {}
 
@@ -149,9 +148,9 @@ def fill_engine(
         _fill_shards(full.units, {opened[0]: keys})
 
     try:
-        together(check)
+        all_or_none(full.communicator, "pretrained weights", check)
         before_change()
-        together(change)
+        all_or_none(full.communicator, "pretrained weights", change)
         refill(full.units, frozen=True)
     finally:
         for weights in opened:

@@ -30,7 +30,7 @@ from zero.errors import UsageError
 from zero.files.manifest import average_key
 from zero.files.publication import Publication, check_name
 from zero.files.storage import DISK, Storage
-from zero.loading.together import Together
+from zero.loading.together import all_or_none
 from zero.observe.observation import Observation, timed
 from zero.ranges import in_range
 from zero.sharding.state_entries import Selection
@@ -114,8 +114,8 @@ class Checkpoints:
 
     def check_state(self) -> None:
         """Raise StateError, on every rank, if the optimizer has state that cannot be saved. Collective."""
-        together = Together(self._engine.communicator, "the optimizer's state", doing="check")
-        together(partial(check_state, self._engine))
+        check = partial(check_state, self._engine)
+        all_or_none(self._engine.communicator, "the optimizer's state", check, doing="check")
 
     def wait(self) -> None:
         """Wait until the save in the background is over, and raise its error, if any, once."""

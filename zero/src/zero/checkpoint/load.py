@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,7 +21,7 @@ from zero.files.names import Rename, match, raise_for, stored_in
 from zero.files.reader import Checkpoint, find
 from zero.files.storage import Storage
 from zero.loading.tensor_reader import TensorReader
-from zero.loading.together import Together
+from zero.loading.together import all_or_none
 from zero.loading.weights import fill_buffers, fill_slices, fill_units, targets
 from zero.migration_hints import no_tuple
 from zero.ranges import in_range
@@ -76,7 +77,7 @@ def load(
     before_change: called after everything has been checked and before the first value changes, with whether
     the checkpoint has the whole model.
     """
-    together = Together(engine.communicator, "the checkpoint", everywhere=True)
+    together = partial(all_or_none, engine.communicator, "the checkpoint", everywhere=True)
     names = engine.stored_names()
     elsewhere = names.elsewhere()
     found = together(lambda: os.path.relpath(find(path, storage), path) if engine.rank == 0 else None)[0]

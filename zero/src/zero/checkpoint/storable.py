@@ -13,7 +13,7 @@ from zero.communication.communicator import Communicator
 from zero.config.training import Config
 from zero.errors import OptimizerError, StateError, UsageError
 from zero.files.dtypes import name_of
-from zero.loading.together import Together
+from zero.loading.together import all_or_none
 from zero.optimizer.piece_state import described, inner_tensors, is_elementwise, is_wrapper
 from zero.optimizer.state_size import first_states
 from zero.tiers.values import Stored
@@ -29,8 +29,8 @@ def check_first_states(
     first step.
     """
     of_slices = config.whole_parameters is False and config.stage > 0 and communicator.whole.size > 1
-    together = Together(communicator, "the optimizer's state", everywhere=True, doing="check")
-    together(partial(_check_first_states, optimizer, model, of_slices))
+    check = partial(_check_first_states, optimizer, model, of_slices)
+    all_or_none(communicator, "the optimizer's state", check, everywhere=True, doing="check")
 
 
 def _check_first_states(optimizer: Optimizer, model: nn.Module, of_slices: bool) -> None:

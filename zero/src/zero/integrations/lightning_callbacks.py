@@ -15,7 +15,7 @@ from zero import average
 from zero.engine import Engine
 from zero.files.manifest import AVERAGE
 from zero.files.reader import Checkpoint, find
-from zero.loading.together import Together
+from zero.loading.together import all_or_none
 from zero.observe.observation import Observing
 from zero.observe.writers.calls import Calls
 
@@ -68,7 +68,7 @@ class EMA(Callback):
     def saved_in(self, path: Path, engine: Engine) -> dict[str, average.EMA]:
         """What to restore from a checkpoint: its average, if it has one, which this goes on with. Collective:
         raises on every rank if one cannot read it."""
-        if not all(Together(engine._communicator, "the checkpoint")(lambda: _has_average(path))):
+        if not all(all_or_none(engine._communicator, "the checkpoint", lambda: _has_average(path))):
             return {}
         self.average = average.EMA(engine, self.decay)
         return {KEY: self.average}

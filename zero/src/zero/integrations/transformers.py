@@ -27,9 +27,10 @@ from zero.engine import Engine
 from zero.errors import CheckpointError, ConfigError
 from zero.integrations.accelerate import ENGINE, Accelerator, use_extension
 from zero.integrations.auto_values import config_of
-from zero.integrations.trl import Following, is_sharded, teach_gathering
+from zero.integrations.trl import Following, teach_gathering
 from zero.observe.observation import Observing
 from zero.observe.observer import Observer, Step
+from zero.sharding.guard import has_engine
 from zero.whole.export import has_adapter
 from zero.whole.gathered import gathered
 
@@ -98,7 +99,7 @@ class TrainerMixin:
         """At stage 3, shard the model that a trainer of TRL compares with, unless its user has."""
         reference = getattr(self, "ref_model", None)
         stage = self.accelerator.zero_config.stage
-        if stage == 3 and reference is not None and not is_sharded(reference):
+        if stage == 3 and reference is not None and not has_engine(reference):
             self.accelerator._shard((reference,))
 
     def _stop_together(self) -> None:

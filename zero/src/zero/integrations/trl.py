@@ -14,7 +14,6 @@ from typing import Any
 import transformers
 from torch import nn
 
-from zero.sharding.guard import OWNER_ATTRIBUTE
 from zero.whole.gathered import gathered
 
 _TAUGHT = "_zero_gathers"  # an attribute of TRL's class
@@ -41,11 +40,6 @@ def _gathering(gather_params: Callable[..., Any]) -> Callable[..., Any]:
             yield
 
     return both
-
-
-def is_sharded(model: Any) -> bool:
-    """Whether an engine has the model's parameters."""
-    return any(OWNER_ATTRIBUTE in parameter.__dict__ for parameter in model.parameters())
 
 
 class Following(transformers.TrainerCallback):

@@ -28,31 +28,32 @@ def error_of(problem: Problem) -> ZeroError:
     return error
 
 
-class Together:
-    """Runs an action on every rank; if it fails on one, all raise. what: what it is about, for messages.
-    everywhere: on all ranks of the job, rather than on those of the engine. doing: "load", "save" or
-    "check"."""
+def all_or_none(
+    communicator: Communicator,
+    what: str,
+    action: Callable[[], Any],
+    *,
+    everywhere: bool = False,
+    doing: str = "load",
+) -> list[Any]:
+    """Run `action` on every rank and return every rank's result, a JSON value, by rank; if it fails on one,
+    all raise. Collective.
 
-    def __init__(
-        self, communicator: Communicator, what: str, everywhere: bool = False, doing: str = "load"
-    ) -> None:
-        self._rank = communicator.grid.name(communicator.whole.rank)
-        self._gather = communicator.everywhere if everywhere else communicator.all_gather_object
-        self._what = f"{doing} {what}"
-
-    def __call__(self, action: Callable[[], Any]) -> list[Any]:
-        """Run `action` and return every rank's result, a JSON value, by rank. Collective."""
-        cause: Exception | None = None
-        try:
-            mine = {"value": action()}
-        except Exception as error:
-            cause = error
-            mine = {"problem": problem_of(error, f"rank {self._rank} could not {self._what}")}
-        try:
-            results = self._gather(mine)
-            for result in results:
-                if "problem" in result:
-                    raise error_of(result["problem"]) from cause
-            return [result["value"] for result in results]
-        finally:
-            del cause  # its traceback refers to this frame, and so to the engine
+    what: it is about, for messages. everywhere: on all ranks of the job, rather than on those of the engine.
+    doing: "load", "save" or "check".
+    """
+    rank = communicator.grid.name(communicator.whole.rank)
+    cause: Exception | None = None
+    try:
+        mine = {"value": action()}
+    except Exception as error:
+        cause = error
+        mine = {"problem": problem_of(error, f"rank {rank} could not {doing} {what}")}
+    try:
+        results = (communicator.everywhere if everywhere else communicator.all_gather_object)(mine)
+        for result in results:
+            if "problem" in result:
+                raise error_of(result["problem"]) from cause
+        return [result["value"] for result in results]
+    finally:
+        del cause  # its traceback refers to this frame, and so to the engine

@@ -27,7 +27,7 @@ OWNER_ATTRIBUTE = "_zero_owner"
 
 REASON_ATTRIBUTE = "_zero_reason"
 UNIT_ATTRIBUTE = "_zero_unit"
-"""Key in a parameter's __dict__ of its `UnitOfParameter`."""
+"""Key in a parameter's __dict__ of a reference to the hooks of its unit."""
 
 # What is allowed on a parameter that has no values: attributes to read, attributes to write, methods and
 # functions. Adagrad makes its state when it is made itself.
@@ -92,7 +92,8 @@ class ShardedParameter(WithoutValues, nn.Parameter):
             return func(*args, **{**kwargs, "inputs": _as_edges(kwargs["inputs"])})
         found = _first_sharded(args, kwargs)
         own = {} if found is None else found.__dict__
-        if UNIT_ATTRIBUTE in own and own[UNIT_ATTRIBUTE].gather_for_part():
+        hooks = own[UNIT_ATTRIBUTE]() if UNIT_ATTRIBUTE in own else None
+        if hooks is not None and hooks.gather_for_part():
             return func(*args, **kwargs)
         if func is torch.Tensor.detach and _blocks and REASON_ATTRIBUTE not in own:
             return AbsentValues.of(args[0])
@@ -160,6 +161,11 @@ def sharded_class(kind: type[nn.Parameter]) -> type[nn.Parameter]:
     if not has_own_dispatch(kind) or issubclass(kind, ShardedParameter):
         return ShardedParameter
     return type(f"Sharded{kind.__name__}", (ShardedParameter, kind), {})
+
+
+def has_engine(model: nn.Module) -> bool:
+    """Whether an engine has any of a model's parameters."""
+    return any(OWNER_ATTRIBUTE in parameter.__dict__ for parameter in model.parameters())
 
 
 def abandon(named: Iterable[tuple[str, nn.Parameter]]) -> None:

@@ -57,3 +57,11 @@ class Uncopied:
             "engine.state_dict() has its values for torch.save, and engine.save_checkpoint saves the whole "
             "training state"
         )
+
+
+class UncopiedRef(Uncopied, weakref.ref[Result]):
+    """A weak reference that a parameter has to what its engine knows of it.
+
+    Autograd's graphs hold parameters where Python's garbage collector does not see it, and a model may keep
+    one of its own outputs: a strong reference would close a cycle that is never freed.
+    """

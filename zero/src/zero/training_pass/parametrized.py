@@ -15,7 +15,8 @@ from torch.nn.utils.parametrize import ParametrizationList
 from zero.sharding.guard import UNIT_ATTRIBUTE
 
 if TYPE_CHECKING:
-    from zero.training_pass.unit_hooks import UnitOfParameter
+    from zero.sharding.lifetime import UncopiedRef
+    from zero.training_pass.unit_hooks import UnitHooks
 
 
 @functools.cache
@@ -27,6 +28,7 @@ def report() -> None:
 def _registered(parent: nn.Module, name: str, module: nn.Module | None) -> None:
     if isinstance(module, ParametrizationList):
         original = getattr(module, "original", None)  # several, if a parametrization divides it
-        unit: UnitOfParameter | None = getattr(original, "__dict__", {}).get(UNIT_ATTRIBUTE)
-        if unit is not None and original is not None:
-            unit.set_to_itself(original)
+        known: UncopiedRef[UnitHooks] | None = getattr(original, "__dict__", {}).get(UNIT_ATTRIBUTE)
+        hooks = None if known is None else known()
+        if hooks is not None and original is not None:
+            hooks.unit.guard.set_to_itself(original)

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from zero.sharding import autocast
 from zero.sharding.gather_format import GatherFormat
 from zero.sharding.guard import UNIT_ATTRIBUTE
-from zero.sharding.lifetime import Uncopied
+from zero.sharding.lifetime import Uncopied, UncopiedRef
 from zero.sharding.sharded_unit import FOR_PARTS, Keep, State
 from zero.sharding.tensors import iter_tensors, map_tensors, with_inner
 from zero.tiers.apart import apart
@@ -38,22 +38,25 @@ from zero.training_pass.unit_calls import UnitCalls
 
 
 class UnitHooks(Uncopied):
-    """Hooks of one unit on its `hooked_modules`, whose forward needs its parameters."""
+    """Hooks of one unit on its `hooked_modules`, whose forward needs its parameters.
+
+    Each of the parameters has a weak reference to this.
+    """
 
     def __init__(self, calls: UnitCalls, training_pass: TrainingPass) -> None:
         self._calls = calls
-        self._unit = calls.unit
+        self.unit = calls.unit
         self._pass = training_pass
         self._gather_before, self._release_after = _untraced()
         self._hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def register(self) -> None:
         """Register the hooks, which then hold this object."""
-        for module in self._unit.hooked_modules:
+        for module in self.unit.hooked_modules:
             self._hook(module)
         parametrized.report()
-        known = UnitOfParameter(self)
-        for parameter in (*self._calls.parameters, *self._unit.wrappers):
+        known = UncopiedRef(self)
+        for parameter in (*self._calls.parameters, *self.unit.wrappers):
             parameter.__dict__[UNIT_ATTRIBUTE] = known
 
     def _hook(self, module: nn.Module) -> None:
@@ -72,7 +75,7 @@ class UnitHooks(Uncopied):
 
     def _begin_call(self, inputs: tuple[Any, Any]) -> tuple[Any, Any]:
         """Gather the unit; return the inputs for its forward."""
-        calls, unit = self._calls, self._unit
+        calls, unit = self._calls, self.unit
         calls.depth += 1
         unit.forwards += 1
         if calls.depth > 1:
@@ -103,7 +106,7 @@ class UnitHooks(Uncopied):
 
         In a block of `zero.gathered`, one rank may make it alone. In a backward, calls are made again.
         """
-        unit = self._unit
+        unit = self.unit
         call = Call(unit.name, unit.index, fmt, unit.changes, next_number())
         if not (unit.resident or unit.held_exact or torch._C._current_graph_task_id() >= 0):
             self._calls.in_order = call
@@ -116,15 +119,15 @@ class UnitHooks(Uncopied):
         A unit that is recomputed during its backward is gathered already, and this use is not part of the
         order that `schedule` learns: ranks that have used nothing of the unit do not recompute it.
         """
-        used = self._unit.calls_in_backward or self._unit.kept - FOR_PARTS
-        again = used and self._unit.state(fmt) is State.GATHERED
-        self._unit.gather(fmt)
+        used = self.unit.calls_in_backward or self.unit.kept - FOR_PARTS
+        again = used and self.unit.state(fmt) is State.GATHERED
+        self.unit.gather(fmt)
         if not again:
-            self._pass.schedule.follow(self._unit, fmt)
+            self._pass.schedule.follow(self.unit, fmt)
 
     def _end_call(self, output: Any) -> Any:
         """Release the unit, if possible; return the output of its forward."""
-        calls, unit = self._calls, self._unit
+        calls, unit = self._calls, self.unit
         if calls.depth == 0:
             return output  # an exception further out has reset it
         calls.depth -= 1
@@ -157,12 +160,12 @@ class UnitHooks(Uncopied):
 
         The ranks could not know of one another which of them still have the unit.
         """
-        if self._unit.held_exact or not self._unit.has_views_among(tensors):
+        if self.unit.held_exact or not self.unit.has_views_among(tensors):
             return output, tensors
-        output = map_tensors(lambda t: t.clone() if self._unit.has_views_among([t]) else t, output)
+        output = map_tensors(lambda t: t.clone() if self.unit.has_views_among([t]) else t, output)
         tensors = with_inner(iter_tensors(output))
-        if self._unit.has_views_among(tensors):  # in what cannot be mapped
-            self._unit.kept.add(Keep.VIEWED)
+        if self.unit.has_views_among(tensors):  # in what cannot be mapped
+            self.unit.kept.add(Keep.VIEWED)
         return output, tensors
 
     def _follow(self, edges: CallEdges, made: Sequence[Tensor]) -> None:
@@ -195,20 +198,20 @@ class UnitHooks(Uncopied):
             return False
         self._hook(part)
         with apart():
-            self._unit.gather_to_keep(Keep.PART_CALLED if torch.is_grad_enabled() else Keep.PART_READ)
+            self.unit.gather_to_keep(Keep.PART_CALLED if torch.is_grad_enabled() else Keep.PART_READ)
         if torch.is_grad_enabled():
             self._calls.open_ended = True
-            self._unit.computed_in = self._unit.format_for(None)
-            self._new_call(self._unit.computed_in)
+            self.unit.computed_in = self.unit.format_for(None)
+            self._new_call(self.unit.computed_in)
             self._leave_order()
-        self._pass.mark(self._unit)
+        self._pass.mark(self.unit)
         return True
 
     def _part_being_called(self) -> nn.Module | None:
         """Return the outermost module inside the unit that is called past it, and has no hooks yet."""
-        if self._unit.resident or self._pass.in_graph:  # resident: it is away
+        if self.unit.resident or self._pass.in_graph:  # resident: it is away
             return None
-        inside = {module for hooked in self._unit.hooked_modules for module in hooked.modules()}
+        inside = {module for hooked in self.unit.hooked_modules for module in hooked.modules()}
         part = next((module for module in modules_called() if module in inside), None)
         return None if part in self._hooked else part
 
@@ -220,21 +223,3 @@ def _untraced() -> tuple[Callable[..., Any], Callable[..., Any]]:
     Not as decorators: dynamo takes seconds to import, and only engines need it.
     """
     return torch.compiler.disable(UnitHooks._begin_call), torch.compiler.disable(UnitHooks._end_call)
-
-
-class UnitOfParameter(Uncopied):
-    """What a parameter knows of its unit, without keeping the engine alive."""
-
-    def __init__(self, hooks: UnitHooks) -> None:
-        self._hooks = weakref.ref(hooks)
-
-    def gather_for_part(self) -> bool:
-        """Gather the unit if the program may use it where it is now; return whether it may. Collective."""
-        hooks = self._hooks()
-        return hooks is not None and hooks.gather_for_part()
-
-    def set_to_itself(self, parameter: nn.Parameter) -> None:
-        """Note that the last write to the parameter that torch has counted has written nothing."""
-        hooks = self._hooks()
-        if hooks is not None:
-            hooks._unit.guard.set_to_itself(parameter)

@@ -30,7 +30,7 @@ from zero.consolidate.workers import Buffers, chunk_bytes
 from zero.errors import UsageError, some
 from zero.files.dtypes import name_of
 from zero.files.storage import Storage
-from zero.loading.together import Together
+from zero.loading.together import all_or_none
 from zero.sharding.distributed import divided_along, is_distributed, whole_of
 from zero.sharding.flat_group import FlatGroup
 from zero.sharding.forms import descriptions
@@ -105,7 +105,6 @@ class _Content:
 
 
 def _publish(content: _Content, full: FullParameters, request: Request) -> None:
-    together = Together(full.communicator, str(request.path), everywhere=True, doing="save")
     staging: list[Staging] = []  # on the first rank
 
     @contextmanager
@@ -134,10 +133,10 @@ def _publish(content: _Content, full: FullParameters, request: Request) -> None:
                 each.commit()
                 each.release()
 
-    together(begin)
+    all_or_none(full.communicator, str(request.path), begin, everywhere=True, doing="save")
     with abandoning():
         content.gather()
-    together(finish)
+    all_or_none(full.communicator, str(request.path), finish, everywhere=True, doing="save")
     every, nothing = full.communicator.whole, torch.zeros(1, dtype=torch.int64, device=HOST)
     full.communicator.highest("save_pretrained", nothing, every)  # rank 0 may end next, and all its answers
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ContextDecorator, contextmanager
 from typing import Any
@@ -14,7 +13,7 @@ from zero.deferred import deferred_init
 from zero.errors import UsageError
 from zero.sharding.forms import leaves_of
 from zero.sharding.guard import NAME_ATTRIBUTE, OWNER_ATTRIBUTE, ShardedParameter, detachable
-from zero.sharding.lifetime import Uncopied
+from zero.sharding.lifetime import UncopiedRef
 from zero.whole.full_parameters import FullParameters
 
 _WRITTEN_ATTRIBUTE = "_zero_written"
@@ -22,27 +21,13 @@ _WRITTEN_ATTRIBUTE = "_zero_written"
 may lie inside another one."""
 
 
-class _Owner(Uncopied):
-    """A weak reference to an engine's FullParameters; modules hold the strong one.
-
-    Autograd's graphs hold parameters where Python's garbage collector does not see it, and a model may keep
-    one of its own outputs: a strong reference here would close a cycle that is never freed.
-    """
-
-    def __init__(self, full: FullParameters) -> None:
-        self._full_parameters = weakref.ref(full)
-
-    def alive(self) -> FullParameters | None:
-        return self._full_parameters()
-
-
 def mark_parameters(model: nn.Module, full: FullParameters) -> None:
-    """Mark the model's parameters as owned by an engine.
+    """Mark the model's parameters as owned by an engine; modules hold its FullParameters.
 
     From now on the model's `load_state_dict()` raises UsageError, except inside `gathered`: at 16 bits the
     masters would bring the old values back in the next step.
     """
-    owner = _Owner(full)
+    owner = UncopiedRef(full)
     for parameter in model.parameters():
         for each in (parameter, *leaves_of(parameter)):
             each.__dict__[OWNER_ATTRIBUTE] = owner
@@ -149,7 +134,7 @@ def _by_owner(
         if deferred_init.is_deferred(parameter):
             raise UsageError("parameters made under zero.init() have no values before zero.initialize")
         owner = parameter.__dict__.get(OWNER_ATTRIBUTE)
-        full = None if owner is None else owner.alive()
+        full = None if owner is None else owner()
         if full is not None:
             owners.setdefault(full, []).append(parameter)
         elif isinstance(parameter, ShardedParameter):
@@ -173,7 +158,7 @@ def _only_parameters(given: Iterable[nn.Parameter]) -> list[nn.Parameter]:
 def _refuse_to_load(module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
     for name, parameter in module._parameters.items():
         own = {} if parameter is None or prefix + name not in state else leaves_of(parameter)[0].__dict__
-        full = own[OWNER_ATTRIBUTE].alive() if OWNER_ATTRIBUTE in own else None
+        full = own[OWNER_ATTRIBUTE]() if OWNER_ATTRIBUTE in own else None
         if full is not None and not full.locate(own[NAME_ATTRIBUTE])[0].held_exact:
             raise UsageError(
                 "model.load_state_dict() would change at most this rank's whole values, not what the engine "
@@ -215,7 +200,7 @@ def _changed(versions: Mapping[nn.Parameter, int]) -> Iterator[tuple[str, FullPa
     A block inside that wrote them back does not count.
     """
     for parameter, version in versions.items():
-        full = parameter.__dict__[OWNER_ATTRIBUTE].alive()
+        full = parameter.__dict__[OWNER_ATTRIBUTE]()
         known = (version, parameter.__dict__.get(_WRITTEN_ATTRIBUTE))
         if parameter._version not in known and full is not None:
             yield parameter.__dict__[NAME_ATTRIBUTE], full
