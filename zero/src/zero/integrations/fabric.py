@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
 from functools import partial
@@ -222,7 +222,7 @@ class ZeroStrategy(OnAccelz, DDPStrategy):
     def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float) -> None:
         """Clip each element of the gradients. One parameter's whole gradient at a time is gathered."""
         self.precision.unscale_gradients(optimizer)
-        clip_values(self._parameters_of(optimizer), clip_val)
+        nn.utils.clip_grad_value_(self._parameters_of(optimizer), clip_val, foreach=False)
 
     def _parameters_of(self, optimizer: Optimizer) -> list[nn.Parameter]:
         """The model's parameters; its param_groups have this rank's slices of them."""
@@ -405,13 +405,6 @@ def convert(conversion: Callable[[nn.Module], nn.Module], module: nn.Module) -> 
     if any(isinstance(parameter, ShardedParameter) for parameter in module.parameters()):
         return module
     return conversion(module)
-
-
-def clip_values(parameters: Sequence[nn.Parameter], limit: float) -> None:
-    """Clamp gradients to [-limit, limit]. Collective."""
-    for parameter in parameters:
-        if parameter.grad is not None:
-            parameter.grad.clamp_(-limit, limit)
 
 
 def packed(values: Any) -> Tensor:

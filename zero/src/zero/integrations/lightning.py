@@ -35,7 +35,6 @@ from zero.integrations.fabric import (
     REST,
     OnAccelz,
     by_way_of_host,
-    clip_values,
     convert,
     join_job,
     on_device,
@@ -209,7 +208,7 @@ class ZeroStrategy(OnAccelz, DDPStrategy):
         return self._parameters[getattr(optimizer, "optimizer", optimizer)]  # from the Trainer's wrapper
 
     def _clip_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
-        clip_values(self._parameters_of(optimizer), clip_val)
+        nn.utils.clip_grad_value_(self._parameters_of(optimizer), clip_val, foreach=False)
 
     def _toggle(self, optimizer: Optimizer) -> None:
         """Freeze the parameters of all other optimizers."""
