@@ -6,6 +6,7 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import product
 
 from zero.errors import ConfigError
 
@@ -67,11 +68,7 @@ class Grid:
 
     def coordinates(self, rank: int) -> tuple[int, ...]:
         """A rank's coordinate in each dimension."""
-        place, found = self.ranks.index(rank), list[int]()
-        for size in reversed(self.sizes):
-            place, coordinate = divmod(place, size)
-            found.append(coordinate)
-        return tuple(reversed(found))
+        return _coordinates(self)[rank]
 
     def name(self, rank: int) -> str:
         """A rank for messages: its number, and its coordinates where the program has named dimensions."""
@@ -82,15 +79,16 @@ class Grid:
 
 
 @lru_cache(maxsize=256)
+def _coordinates(grid: Grid) -> dict[int, tuple[int, ...]]:
+    return dict(zip(grid.ranks, product(*map(range, grid.sizes)), strict=True))
+
+
+@lru_cache(maxsize=256)
 def _parts(grid: Grid, along: frozenset[str]) -> tuple[tuple[int, ...], ...]:
+    others = [dim for dim, name in enumerate(grid.names) if name not in along]
     found: dict[tuple[int, ...], list[int]] = {}
-    for place, rank in enumerate(grid.ranks):
-        rest = []
-        for name, size in zip(reversed(grid.names), reversed(grid.sizes), strict=True):
-            place, coordinate = divmod(place, size)
-            if name not in along:
-                rest.append(coordinate)
-        found.setdefault(tuple(rest), []).append(rank)
+    for rank, place in _coordinates(grid).items():
+        found.setdefault(tuple(place[dim] for dim in others), []).append(rank)
     return tuple(sorted(tuple(sorted(part)) for part in found.values()))
 
 

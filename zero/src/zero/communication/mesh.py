@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -45,11 +46,8 @@ class Mesh:
 
     def times(self, sliced: bool) -> int:
         """How many ranks of the job have what this rank has. sliced: whether `shards` have slices."""
-        copies = [group.size for group in (self.replicas, self.beyond) if group is not None]
-        found = 1 if sliced else self.shards.size
-        for each in copies:
-            found *= each
-        return found
+        having = (None if sliced else self.shards, self.replicas, self.beyond)
+        return math.prod(group.size for group in having if group is not None)
 
 
 class Meshes:

@@ -89,11 +89,9 @@ class MemoryReport:
 
     def peaks(self) -> dict[PhaseName, Peak]:
         """The highest point of each phase."""
-        best: dict[PhaseName, Peak] = {}
-        for sample, use in zip(self.samples, self.uses(), strict=True):
-            if sample.phase not in best or use.total > best[sample.phase].use.total:
-                best[sample.phase] = Peak(sample.phase, sample.unit, use)
-        return best
+        uses, points = self.uses(), timeline.highest(self.timeline()).values()
+        samples = [(self.samples[n], uses[n]) for n in points]
+        return {sample.phase: Peak(sample.phase, sample.unit, use) for sample, use in samples}
 
     def __str__(self) -> str:
         rows = timeline.table(self.timeline())

@@ -45,15 +45,20 @@ def parts(timeline: Timeline, title: str = "Memory inside a step") -> list[Figur
 
 def table(timeline: Timeline) -> list[tuple[str, ...]]:
     """A head, and a row for each phase's peak, to which the categories add up."""
-    best: dict[str, int] = {}
-    for n, phase in enumerate(timeline["phase"]):
-        if phase not in best or _total(timeline, n) > _total(timeline, best[phase]):
-            best[phase] = n
     rows = [
         (phase, human(_total(timeline, n)), *(human(timeline[c][n]) for c in COLOURS), timeline["unit"][n])
-        for phase, n in best.items()
+        for phase, n in highest(timeline).items()
     ]
     return [("phase", "peak", *COLOURS, "unit"), *rows]
+
+
+def highest(timeline: Timeline) -> dict[str, int]:
+    """The number of each phase's first point with the most bytes."""
+    found: dict[str, int] = {}
+    for n, phase in enumerate(timeline["phase"]):
+        if _total(timeline, n) > _total(timeline, found.setdefault(phase, n)):
+            found[phase] = n
+    return found
 
 
 def picture(timeline: Timeline) -> Spec:
