@@ -346,7 +346,7 @@ class Engine:
         self._integrity.check_complete()
         _, group, index = self._full_parameters.locate(name)
         if self._pass.backwards and not self.is_boundary:
-            if self._reducer.local:
+            if self._reducer.policy.local:
                 raise UsageError(
                     "with local accumulation, gradients are complete only at the last micro-batch"
                 )

@@ -87,11 +87,6 @@ class GradientReducer:
         several = any(gradients.group.mesh.replicas is not None for gradients in self.all)
         self._replica_sums = ReplicaSums(self.communicator) if several else None
 
-    @property
-    def local(self) -> bool:
-        """Whether gradients are communicated only at the last micro-batch."""
-        return self.policy.local
-
     def begin_backward(self, last: bool) -> None:
         """A backward starts. last: whether it is the last of the micro-batches before the optimizer step."""
         self._last = last
@@ -160,11 +155,6 @@ class GradientReducer:
                     gradients.keep_late()
             self._reduce_all(late)
             self.communicator.agree()
-
-    def check_settings(self) -> None:
-        """Raise RankMismatchError if they differ among ranks with the same data, which no backward compares.
-        Collective."""
-        self.communicator.check_alike(self.settings)
 
     @property
     def same_everywhere(self) -> bool:

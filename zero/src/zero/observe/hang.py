@@ -79,12 +79,11 @@ def _difference(ranks: Sequence[_Rank]) -> str:
 def _absence(ranks: Sequence[_Rank]) -> tuple[bool, str] | None:
     """Who has not come to where others wait, and whether that is because they wait elsewhere; None if all
     have."""
-    waiting = [(each, held) for each in ranks if (held := _held_up(each.collectives))]
-    if not waiting:
+    waiting, held = _waiting(ranks)
+    if held is None:
         return None
-    number, held = _latest(waiting)
-    there = [each for each, one in waiting if one.number == number]
-    seconds = max(one.seconds for _, one in waiting if one.number == number)
+    there = [each for each, one in waiting if one.number == held.number]
+    seconds = max(one.seconds for _, one in waiting if one.number == held.number)
     wait = f"{_ranks(there)} {_have(there)} waited for {seconds:.0f} s in {_named(held)}"
     silent = sorted(set(ranks[0].alike) - {each.rank for each in ranks})
     if silent:
@@ -93,7 +92,7 @@ def _absence(ranks: Sequence[_Rank]) -> tuple[bool, str] | None:
             f"Rank{missed} {', '.join(map(str, silent))} wrote nothing, dead or without a view of this "
             f"folder, and {wait}."
         )
-    behind = [each for each in ranks if max((c.number for c in each.collectives), default=0) < number]
+    behind = [each for each in ranks if max((c.number for c in each.collectives), default=0) < held.number]
     if not behind:
         return None
     where = "; ".join(f"rank {each.rank} is at {each.place}" for each in behind)
@@ -103,11 +102,10 @@ def _absence(ranks: Sequence[_Rank]) -> tuple[bool, str] | None:
 
 def _stuck(ranks: Sequence[_Rank]) -> str:
     """In what ranks wait that all have come to; "" if none waits."""
-    waiting = [(each, held) for each in ranks if (held := _held_up(each.collectives))]
-    if not waiting:
+    waiting, held = _waiting(ranks)
+    if held is None:
         return ""
-    number, held = _latest(waiting)
-    if len(waiting) == len(ranks) and all(each.number == number for _, each in waiting):
+    if len(waiting) == len(ranks) and all(each.number == held.number for _, each in waiting):
         return f"All ranks have come to {_named(held)}, and none gets on: check the connections between them."
     return (
         f"{_ranks(f for f, _ in waiting).capitalize()} wait in {_named(held)}, which the others "
@@ -126,9 +124,10 @@ def _held_up(collectives: Sequence[Collective]) -> Collective | None:
     return next((each for each in reversed(collectives) if each.state in _WAITING), None)
 
 
-def _latest(waiting: Iterable[tuple[_Rank, Collective]]) -> tuple[int, Collective]:
-    held = max((each for _, each in waiting), key=lambda each: each.number)
-    return held.number, held
+def _waiting(ranks: Iterable[_Rank]) -> tuple[list[tuple[_Rank, Collective]], Collective | None]:
+    """The ranks that wait, each with the collective, and the last of these; None if none waits."""
+    found = [(each, held) for each in ranks if (held := _held_up(each.collectives))]
+    return found, max((held for _, held in found), key=lambda held: held.number, default=None)
 
 
 def _named(each: Collective) -> str:

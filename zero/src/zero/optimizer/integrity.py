@@ -70,7 +70,8 @@ class Integrity:
 
     def check_present(self) -> None:
         """Raise UsageError while the state is off the device."""
-        self.state_offload.check()
+        if self.state_offload.away:
+            raise UsageError("the model's state is on the host: call engine.reload_states() first")
 
     def check_refreshed(self) -> None:
         """Raise UsageError if the optimizer's values were changed in place and the weights lack the change.

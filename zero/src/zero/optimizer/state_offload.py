@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from zero.communication.communicator import Communicator
-from zero.errors import OffloadError, UsageError
+from zero.errors import OffloadError
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
 from zero.sharding.sharded_unit import ShardedUnit, refill
 from zero.tiers.values import lasting
@@ -21,11 +21,6 @@ class StateOffload:
         self._units = units
         self._optimizer = optimizer
         self._communicator = communicator
-
-    def check(self) -> None:
-        """Raise UsageError if the state is away."""
-        if self.away:
-            raise UsageError("the model's state is on the host: call engine.reload_states() first")
 
     @lasting()
     def offload(self) -> None:

@@ -30,14 +30,11 @@ class Stepping:
 
 
 @dataclass(frozen=True)
-class GroupStepping:
-    """How a group is stepped. rule: of the kernel, if one serves. stepped_by: the rank that steps each
-    parameter whole, of those that have its slices and blocks; None where every rank steps what it has.
-    across: see `Stepping`."""
+class GroupStepping(Stepping):
+    """How all parameters of a group are stepped. stepped_by: the rank that steps each of them whole, of those
+    that have its slices and blocks; None where every rank steps what it has."""
 
-    rule: Rule | None
     stepped_by: tuple[int, ...] | None = None
-    across: frozenset[str] = frozenset()
 
 
 def steppings(optimizer: Optimizer, config: Config) -> dict[nn.Parameter, Stepping]:
@@ -77,7 +74,9 @@ def group_steppings(
     kinds = {group: next(iter(ways_of(group.parameters, known)), others) for group in groups}
     by = stepping_ranks((way, group.shards, group.parameters) for group, way in kinds.items())
     return {
-        group: GroupStepping(way.rule, tuple(by[p] for p in group.parameters if p in by) or None, way.across)
+        group: GroupStepping(
+            **vars(way), stepped_by=tuple(by[p] for p in group.parameters if p in by) or None
+        )
         for group, way in kinds.items()
     }
 

@@ -11,27 +11,20 @@ import types
 import weakref
 from collections.abc import Callable
 from functools import cache
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
 
 from zero.errors import OptimizerError, UsageError
 
+if TYPE_CHECKING:
+    from zero.training_pass.boundary import Boundary
+
 _DRIVER, _REPLACED = "_zero_driver", "_zero_replaced_step"
 
 
-class Driver(Protocol):
-    """What steps and drops the gradients of a program's optimizers."""
-
-    def step_of(self, optimizer: Optimizer) -> None:
-        """Step the optimizer's parameters; their gradients stay."""
-
-    def zero_grad_of(self, optimizer: Optimizer, set_to_none: bool) -> None:
-        """Drop its parameters' gradients, or make them zero."""
-
-
-def take_over(optimizer: Optimizer, driver: Driver) -> None:
+def take_over(optimizer: Optimizer, driver: Boundary) -> None:
     """Make `optimizer.step()` and `zero_grad()` call the driver, which is not held, from now on.
 
     `optimizer.state_dict()` and `load_state_dict()` raise UsageError before anybody else's hooks on them run;
@@ -88,7 +81,7 @@ def _driven(kind: type[Optimizer]) -> type[Optimizer]:
     return types.new_class(kind.__name__, (kind,), exec_body=lambda body: body.update(own))
 
 
-def _driver_of(optimizer: Optimizer) -> tuple[Driver, Optimizer]:
+def _driver_of(optimizer: Optimizer) -> tuple[Boundary, Optimizer]:
     """The driver and the optimizer that it knows: `optimizer` may be a wrapper that has made itself one of
     its class and looks up the rest in it, as Lightning's do."""
     driver, known = (each() for each in getattr(optimizer, _DRIVER))

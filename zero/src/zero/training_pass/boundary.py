@@ -108,7 +108,7 @@ class Boundary:
             raise UsageError(_NOT_SUMMED)
         self.integrity.check_step()
         multipliers = self.held_gradients.settle()
-        self.reducer.check_settings()
+        self.communicator.check_alike(self.reducer.settings)  # of other data ranks: no backward compares them
         self.placement.before_step()
         self.tracer.begin_update()
         self.communicator.observation.phase("step")

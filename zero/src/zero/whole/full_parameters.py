@@ -132,12 +132,14 @@ class FullParameters(Uncopied):
     def hold(self, names: Sequence[str]) -> None:
         """Keep the units of these parameters gathered until unhold()."""
         self.integrity.check_showable()
-        self._check_own(self._units_of(names))
+        units = self._units_of(names)
+        if not any(unit.held_exact for unit in units) and (lost := [n for u in units for n in u.rebound()]):
+            raise replaced(lost)
         self.take_in_frozen()
         held: list[ShardedUnit] = []
         try:
             with self.communicator.together():
-                for unit in self._units_of(names):
+                for unit in units:
                     held.append(unit)
                     unit.hold_exact()
         except BaseException:
@@ -190,13 +192,6 @@ class FullParameters(Uncopied):
         _take_in(found)
         for group, index in found:
             self.assign(group, index, group.whole)
-
-    def _check_own(self, units: Sequence[ShardedUnit]) -> None:
-        rebound = (
-            [] if any(unit.held_exact for unit in units) else [n for unit in units for n in unit.rebound()]
-        )
-        if rebound:
-            raise replaced(rebound)
 
     def assign(self, group: FlatGroup, index: int, whole: Tensor) -> None:
         """Copy parameter `index` from a whole buffer into this rank's shard and its master."""
