@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map
 
 from zero.errors import UsageError
 from zero.sharding.distributed import as_distributed, is_distributed, local_gradient
-from zero.sharding.guard import describe, gradients_of, is_metadata, set_gradient
+from zero.sharding.guard import WithoutValues, describe, gradients_of, set_gradient
 
 if TYPE_CHECKING:
     from zero.whole.held_gradients import HeldGradients
@@ -32,10 +32,10 @@ Answer = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 """What takes the place of a function. It is called with that function and its arguments."""
 
 
-class GradientStandIn(Tensor):
+class GradientStandIn(WithoutValues, Tensor):
     """Shape, dtype and device of a gradient, without a byte of it.
 
-    answers: what it does when a function is called with it; the rest is for `otherwise`.
+    answers: what it does when a function is called with it; the rest is for `answer`.
     """
 
     answers: ClassVar[Mapping[Callable[..., Any], Answer]] = {}
@@ -54,18 +54,14 @@ class GradientStandIn(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        answer = cls.answers.get(func)
-        if answer is not None:
-            return answer(func, args, kwargs)
-        if is_metadata(func):
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        return cls.otherwise(func, args, kwargs)
+        known = cls.answers.get(func)
+        if known is not None:
+            return known(func, args, kwargs or {})
+        return super().__torch_function__(func, types, args, kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        return cls.otherwise(func, args, kwargs or {})
+        return cls.answer(func, args, kwargs or {})
 
     @property
     def of(self) -> tuple[nn.Parameter, HeldGradients]:
@@ -74,10 +70,6 @@ class GradientStandIn(Tensor):
         if held is None or place is None:
             raise UsageError("this gradient's engine no longer exists: read gradients before it is freed")
         return place.parameter, held
-
-    @staticmethod
-    def otherwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        raise NotImplementedError
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         name = type(self).__name__
@@ -90,8 +82,8 @@ class PieceGradient(GradientStandIn):
     It answers a GradScaler, which knows the optimizer only.
     """
 
-    @staticmethod
-    def otherwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    @classmethod
+    def answer(cls, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise UsageError(f"{describe(func)} {_OF_A_PIECE}")
 
 
@@ -110,8 +102,8 @@ class ShardedGradient(GradientStandIn):
         full: Tensor = whole.full_tensor() if is_distributed(whole) else whole
         return full
 
-    @staticmethod
-    def otherwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    @classmethod
+    def answer(cls, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make way for a gradient that autograd is about to add to this one: hooks take it from its place.
 
         Where it is the first that a backward comes to, nothing has told of that backward. A program's own
