@@ -14,9 +14,10 @@ SIM := examples/sim_backend
 SIM_STAMP := $(VENV)/.sim-installed
 BROWSERS := chromium chromium-browser google-chrome
 RANKS ?= 2
-WORKERS ?= 2
+WORKERS ?= 3
 ROOM ?=
 ARGS ?=
+# More workers than a small machine has processors: while one waits for ranks to fail, others have all of them.
 # A file's tests stay together, and files begin in the order of tests/conftest.py: the slow ones first.
 PYTEST_OPTIONS = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 PYTEST = $(BIN)/python -m pytest $(PYTEST_OPTIONS)
@@ -63,6 +64,7 @@ else  ## with ROOM=gradients: one room of zero, or one folder of tests, on the C
 	$(PYTEST) $(or $(wildcard tests/zero/$(ROOM) tests/$(ROOM)),$(error there is no tests/zero/$(ROOM) and no tests/$(ROOM))) $(ARGS)
 endif
 
+quick: WORKERS = 2
 quick: setup  ## what to run at every change, in less than a minute: what one process tests at once
 	$(PYTEST) --quick $(ARGS)
 
