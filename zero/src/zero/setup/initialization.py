@@ -13,10 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 import accelz
+from accelz import Accelerator
 from zero.checkpoint.storable import check_first_states
 from zero.communication.communicator import Communicator
 from zero.communication.grid import Grid
-from zero.communication.job import Arranged, join
+from zero.communication.job import Arranged, JobGroups, join
 from zero.communication.mesh import Meshes
 from zero.config.training import Config, dtype_named
 from zero.drafts.aliases import check_aliases
@@ -33,7 +34,7 @@ from zero.drafts.checks import (
     profiler_range,
 )
 from zero.drafts.float8_layers import check_float8_layers
-from zero.drafts.preparation import prepare, settings, warn_of_nothing_to_move
+from zero.drafts.preparation import Prepared, prepare, settings, warn_of_nothing_to_move
 from zero.engine import Engine
 from zero.pretrained import keep_promises
 from zero.ranges import show_by
@@ -47,7 +48,7 @@ from zero.sharding.local import apart_of
 from zero.sharding.parts import as_model
 from zero.tiers.room import room_for
 from zero.tiers.stores import Stores
-from zero.warning import held_back, warn
+from zero.warning import Held, held_back, warn
 from zero.whole.full_parameters import spread_buffer
 
 
@@ -95,47 +96,71 @@ def initialize(
     config, model = settings(config), as_model(model)
     arranged = arrangement(process_group, mesh, data_dims, shard_dims, config)
     accelerator = accelz.current()
-    check_model(model, accelerator.device)
-    check_movable(model, accelerator.device)
-    dims = None if arranged is None else arranged.grid.names
-    lines = None if arranged is None else {arranged.along((dim,)): dim for dim in arranged.grid.names}
-    name_dimensions(model.parameters(), lines)
-    check_distributed(model, config, _data_ranks(arranged, process_group), dims)
-    with held_back() as held:
-        check_aliases(model)
-        prepared = prepare(model, optimizer, config, for_graphs=True, has_mesh=arranged is not None)
-    check_dtypes(prepared, config, accelerator)
-    check_compilation(config, accelerator)
-    check_capture(config, accelerator)
-    show_by(profiler_range(accelerator))
-
+    prepared, warnings = _examined(model, optimizer, config, accelerator, arranged, process_group)
     groups = join(accelerator, config.timeout, process_group, arranged)
-    name, outlive = type(model).__name__, config.outlive_launcher
-    communicator = Communicator(accelerator, groups, name, outlive)
-    for message, category in held:
-        warn(message, category, rank=communicator.group.rank)
-    check_flat_buffers(accelerator, communicator.group.rank)
-    check_float8_layers(model, accelerator)  # bound by now: which products there are depends on the chip
-    check_equal(model, prepared, config, communicator)
-    check_first_states(prepared.optimizer, model, config, communicator)
-    grid = Grid.plain(groups.whole.size, config.shard_ranks) if arranged is None else groups.grid
-    meshes = Meshes(groups, grid, partial(apart_of, config=config))
-    differing = [*prepared.apart.values(), *(apart_of(name, config) for name, _ in model.named_buffers())]
-    meshes.make(communicator.everywhere, differing)
-    stores = Stores(accelerator, config.offload, communicator.observation.transfers)
-    warn_of_nothing_to_move(config, accelerator.device, communicator.group.rank)
-    site = Site(config, communicator, meshes, stores)
+    site = _site(model, prepared, config, accelerator, groups, warnings)
     drafts = draft_and_reserve(prepared, site)
-    initial_values = InitialValues(model, communicator)
+    initial_values = InitialValues(model, site.communicator)
     _move_buffers(model, site, initial_values)
     with taking_over(model):
         adopt(model)
         accelz.unshare(dict.fromkeys(leaf for _, leaf in named_leaves(model)))
         units = build_units(drafts, site, initial_values)
         initial_values.warn_of_differences()
-        keep_promises(units, communicator)
+        keep_promises(units, site.communicator)
         calls = WeakKeyDictionary({module: module._compiled_call_impl for module in model.modules()})
         return build_engine(model, Sharded(site=site, units=units, calls=calls), prepared)
+
+
+def _examined(
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer] | None,
+    config: Config,
+    accelerator: Accelerator,
+    arranged: Arranged | None,
+    process_group: ProcessGroup | None,
+) -> tuple[Prepared, Sequence[Held]]:
+    """What this rank can find out by itself, and warnings, for when it has a number in the job."""
+    check_model(model, accelerator.device)
+    check_movable(model, accelerator.device)
+    dims = None if arranged is None else arranged.grid.names
+    lines = None if arranged is None else {arranged.along((dim,)): dim for dim in arranged.grid.names}
+    name_dimensions(model.parameters(), lines)
+    check_distributed(model, config, _data_ranks(arranged, process_group), dims)
+    with held_back() as warnings:
+        check_aliases(model)
+        prepared = prepare(model, optimizer, config, for_graphs=True, has_mesh=arranged is not None)
+    check_dtypes(prepared, config, accelerator)
+    check_compilation(config, accelerator)
+    check_capture(config, accelerator)
+    show_by(profiler_range(accelerator))
+    return prepared, warnings
+
+
+def _site(
+    model: nn.Module,
+    prepared: Prepared,
+    config: Config,
+    accelerator: Accelerator,
+    groups: JobGroups,
+    warnings: Sequence[Held],
+) -> Site:
+    """What units are built on, once the ranks have found that they want the same; collective."""
+    communicator = Communicator(accelerator, groups, type(model).__name__, config.outlive_launcher)
+    rank = communicator.group.rank
+    for message, category in warnings:
+        warn(message, category, rank=rank)
+    check_flat_buffers(accelerator, rank)
+    check_float8_layers(model, accelerator)  # bound by now: which products there are depends on the chip
+    check_equal(model, prepared, config, communicator)
+    check_first_states(prepared.optimizer, model, config, communicator)
+    grid = groups.grid if groups.grid.told else Grid.plain(groups.whole.size, config.shard_ranks)
+    meshes = Meshes(groups, grid, partial(apart_of, config=config))
+    differing = [*prepared.apart.values(), *(apart_of(name, config) for name, _ in model.named_buffers())]
+    meshes.make(communicator.everywhere, differing)
+    stores = Stores(accelerator, config.offload, communicator.observation.transfers)
+    warn_of_nothing_to_move(config, accelerator.device, rank)
+    return Site(config, communicator, meshes, stores)
 
 
 def _data_ranks(arranged: Arranged | None, process_group: ProcessGroup | None) -> Collection[int]:
