@@ -64,6 +64,15 @@ def test_a_schedule_goes_on_where_it_was_saved(case: tuple[str, dict[str, Any]])
     assert second.get_last_lr() == first.get_last_lr()
 
 
+def test_what_is_configured_counts_when_a_schedule_goes_on_not_what_was_saved() -> None:
+    saved = ours.WarmupDecayLR(optimizer(), 10, warmup_num_steps=1).state_dict() | {"last_epoch": 9}
+    longer = ours.WarmupDecayLR(optimizer(), 1001, warmup_num_steps=1)
+    longer.load_state_dict(saved)
+    longer.optimizer.step()
+    longer.step()
+    assert longer.get_last_lr() == pytest.approx([0.001 * 0.992] * 2)
+
+
 def test_what_a_schedule_refuses() -> None:
     with pytest.raises(
         zero.ConfigError, match="warmup_min_lr has 3 values, but the optimizer 2 param_groups"
