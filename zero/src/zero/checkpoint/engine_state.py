@@ -128,7 +128,10 @@ def describe(engine: EngineParts, parts: list[Part]) -> dict[str, Any]:
         "optimizer": {
             "kind": kind_of(engine.sharded_optimizer.optimizer),
             "of_groups": kinds_of_groups(engine.sharded_optimizer.optimizer),
-            "param_groups": _param_groups(engine.sharded_optimizer.optimizer, parts),
+            "param_groups": [
+                dict(_options(group, f"group/{index}", parts))
+                for index, group in enumerate(engine.sharded_optimizer.optimizer.param_groups)
+            ],
         },
     }
 
@@ -142,7 +145,8 @@ def _describe_own(
     parameters = [several[0] for several in entries.parameters.values()]
     groups = [group for unit in engine.units for group in unit.groups]
     parts.extend(part for group in groups for part in _empty_parameters(group, chosen, names))
-    buffers = {n: b for n, b in entries.buffers.items() if n in chosen and names.is_first(n)}
+    buffers = {stored(n): b for n, b in entries.buffers.items() if n in chosen and names.is_first(n)}
+    parts.extend(Part.whole(model_key(name), buffer) for name, buffer in buffers.items())
     return {
         "parameters": [
             {
@@ -163,7 +167,7 @@ def _describe_own(
             for n in (*parameters, *entries.buffers, *entries.rest)
             if n not in chosen and names.is_first(n)
         ],
-        "buffers": _buffers({stored(n): b for n, b in buffers.items()}, parts),
+        "buffers": list(buffers),
         "extra_state": {
             stored(name): user_state.encode(value, f"extra/{stored(name)}", parts, f"the module's {name!r}")
             for name, value in entries.rest.items()
@@ -287,7 +291,7 @@ def _collect_state(
             found.parts.append(Part(key + block, spec.shape, values, window.start, stride_of(spec)))
         elif isinstance(value, Tensor) and not is_wrapper(value):
             if is_first:
-                found.parts.append(Part(key, tuple(value.shape), value.detach().contiguous().view(-1)))
+                found.parts.append(Part.whole(key, value))
         elif is_first:
             what = told(kept, spec.name)
             plain = described(value, what) if is_wrapper(value) else value
@@ -304,27 +308,12 @@ def _empty_parameters(group: FlatGroup, chosen: Container[str], names: StoredNam
             yield Part(key, spec.shape, nothing)
 
 
-def _buffers(buffers: Mapping[str, Tensor], parts: list[Part]) -> list[str]:
-    """Add the buffers' values to `parts` and return their names."""
-    for name, value in buffers.items():
-        plain = value.detach().resolve_conj().resolve_neg().contiguous()
-        parts.append(Part(model_key(name), tuple(value.shape), plain.view(-1)))
-    return list(buffers)
-
-
 def _loss_scale(scale: LossScale) -> dict[str, float | int]:
     return {
         "scale": scale.scale.item(),
         "good_steps": scale.good_steps.item(),
         "skipped_steps": int(scale.skipped),
     }
-
-
-def _param_groups(optimizer: torch.optim.Optimizer, parts: list[Part]) -> list[dict[str, Any]]:
-    """The options of each group."""
-    return [
-        dict(_options(group, f"group/{index}", parts)) for index, group in enumerate(optimizer.param_groups)
-    ]
 
 
 def _options(group: dict[str, Any], prefix: str, parts: list[Part]) -> Iterator[tuple[str, Any]]:

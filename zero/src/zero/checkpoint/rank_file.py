@@ -36,6 +36,12 @@ class Part:
     start: int = 0
     stride: tuple[int, ...] | None = None
 
+    @classmethod
+    def whole(cls, key: str, value: Tensor) -> Part:
+        """All of a dense tensor."""
+        plain = value.detach().resolve_conj().resolve_neg().contiguous()
+        return cls(key, tuple(value.shape), plain.view(-1))
+
     @property
     def nbytes(self) -> int:
         return self.values.numel() * self.values.element_size()

@@ -38,8 +38,7 @@ def encode(value: Any, key: str, parts: list[Part], what: str) -> Any:
         return encode(number, key, parts, what)
     if isinstance(value, Tensor) and is_plain(value):
         unique = _unique(key, parts)
-        plain = value.detach().resolve_conj().resolve_neg().contiguous()
-        parts.append(Part(unique, tuple(value.shape), plain.view(-1)))
+        parts.append(Part.whole(unique, value))
         return {"$tensor": unique}
     if isinstance(value, (list, tuple)):
         items = [encode(v, f"{key}/{i}", parts, f"{what}[{i}]") for i, v in enumerate(value)]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from accelz.dynamic_map import BLOCK, DynamicMap
-from zero.tiers.values import Stored, Values, put
+from zero.tiers.values import Stored, Values, in_memory, put
 
 _CHUNK = 1 << 18  # elements read or written at a time, which bounds scratch memory
 
@@ -37,7 +37,7 @@ class Coded(Stored):
             for begin in range(0, out.numel(), _CHUNK):
                 self[begin : begin + _CHUNK].read_into(out[begin : begin + _CHUNK])
             return
-        out.copy_(self._by.decode(_there(self.codes), _there(self.scales))[self._skipped :])
+        out.copy_(self._by.decode(in_memory(self.codes), in_memory(self.scales))[self._skipped :])
 
     def write(self, values: Tensor) -> None:
         """Overwrite with `values`. Raises ValueError unless they begin with a block: the scale of one that
@@ -55,7 +55,3 @@ class Coded(Stored):
         first = begin // BLOCK
         codes, scales = self.codes[first * BLOCK : end], self.scales[first : -(-end // BLOCK)]
         return Coded(codes, scales, self._by, begin - first * BLOCK)
-
-
-def _there(values: Values) -> Tensor:
-    return values.read() if isinstance(values, Stored) else values

@@ -131,6 +131,11 @@ def changing(values: Values) -> Iterator[Tensor]:
         values.write(copy)
 
 
+def in_memory(values: Values) -> Tensor:
+    """The values as a tensor; of those on disk, a copy on the host."""
+    return values if isinstance(values, Tensor) else values.read()
+
+
 def put(values: Values, window: slice, source: Tensor) -> None:
     """Overwrite a stretch of values with `source`, of any device and dtype."""
     if isinstance(values, Stored):

@@ -11,7 +11,7 @@ from torch import Tensor
 from accelz import HOST
 from zero.tiers.stores import Stores
 from zero.tiers.tier import Opened
-from zero.tiers.values import Stored, Values, put
+from zero.tiers.values import Values, in_memory, put
 
 
 class WeightWriter:
@@ -59,7 +59,7 @@ class WeightWriter:
 
     def _fetch(self, shard: Values, target: Tensor) -> None:
         """Fill the target with the weights as they are."""
-        target.copy_(shard.read() if isinstance(shard, Stored) else shard)
+        target.copy_(in_memory(shard))
         if shard.device != target.device:
             where = "to host" if self._is_away(shard) else "to device"
             self._stores.count_move(where, target.nbytes)

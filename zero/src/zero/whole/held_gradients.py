@@ -28,7 +28,7 @@ from zero.optimizer.joint import members
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
 from zero.sharding.guard import SCHEDULES
 from zero.sharding.stand_in import Multiplier, PieceGradient, ShardedGradient, StandIns
-from zero.tiers.values import changing
+from zero.tiers.values import changing, in_memory
 from zero.whole.full_parameters import FullParameters
 
 
@@ -338,8 +338,7 @@ class HeldGradients:
 
     def _put_norms(self, gradients: GroupGradients, order: float, total: Tensor) -> None:
         """Put the norms of this rank's parts of one group's gradients in their places."""
-        values, group = gradients.slice.get(), gradients.group
-        here = values if isinstance(values, Tensor) else values.read()
+        here, group = in_memory(gradients.slice.get()), gradients.group
         if group.pieces:
             parts = [here[piece.shard_slice] for piece in group.pieces]
             norms = self.reducer.norms_of(parts, order)

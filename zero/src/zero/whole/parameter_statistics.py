@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from zero.gradients.reducer import GradientReducer
 from zero.sharding.flat_group import FlatGroup
 from zero.sharding.stand_in import Multiplier
-from zero.tiers.values import Values
+from zero.tiers.values import Values, in_memory
 
 FactorsOf = Callable[[nn.Parameter], Sequence[Multiplier]]
 LOWEST, HIGHEST = -40, 24
@@ -73,7 +73,7 @@ def measure(reducer: GradientReducer, factors_of: FactorsOf) -> dict[str, Parame
 def _add(rows: Tensor, share: float, group: FlatGroup, values: Values, factors_of: FactorsOf) -> None:
     """Add a share of this rank's part of a group's values, times their factors, to the rows of its
     parameters."""
-    here = values if isinstance(values, Tensor) else values.read()
+    here = in_memory(values)
     for piece in group.pieces:
         factors = factors_of(group.parameters[piece.index])
         rows[piece.index] += _row(here[piece.shard_slice], factors).to(rows.device) * share
