@@ -21,7 +21,7 @@ from zero.config.paths import as_path
 from zero.errors import CheckpointError, UsageError
 from zero.files import in_place
 from zero.files.manifest import LATEST, MANIFEST, hidden
-from zero.files.storage import Lock, Storage, read_whole, write_whole
+from zero.files.storage import LOCK, Lock, Storage, read_whole, write_whole
 from zero.sources.deepspeed_files import LATEST_UNIVERSAL
 
 _log = logging.getLogger("zero")
@@ -32,7 +32,6 @@ _MODEL = re.compile(
     r"|model\.safetensors\.index\.json|pytorch_model\.bin\.index\.json"
 )
 _ADAPTER = re.compile(r"adapter_model\.(safetensors|bin)")
-_LOCK = ".zero-lock"
 _ENTRIES = (".index.json", MANIFEST, LATEST_UNIVERSAL)
 
 
@@ -102,7 +101,7 @@ class Staging:
         kinds = [_MODEL]
         if self._among_others:
             kinds = [kind for kind in (_MODEL, _ADAPTER) if any(map(kind.fullmatch, new))]
-        return name in new or name == _LOCK or any(kind.fullmatch(name) for kind in kinds)
+        return name in new or name == LOCK or any(kind.fullmatch(name) for kind in kinds)
 
     def _keep_others(self) -> None:
         storage = self._storage
@@ -137,7 +136,7 @@ class Staging:
     def _exchange_files(self) -> None:
         """Move everything into OUT, and what it replaces out of it, which comes back after an error."""
         storage, out, old = self._storage, self.out, hidden(self.out, "replaced")
-        new = [file for file in _files(storage, self.path) if str(file) != _LOCK]
+        new = [file for file in _files(storage, self.path) if str(file) != LOCK]
         moved: list[tuple[Path, Path]] = []
         made: list[Path] = []
 
@@ -170,7 +169,7 @@ class Staging:
             for name in storage.names(out / folder) if storage.is_directory(out / folder) else ():
                 if (
                     self._replaces(name, beside)
-                    and name != _LOCK
+                    and name != LOCK
                     and not storage.is_directory(out / folder / name)
                 ):
                     yield folder / name

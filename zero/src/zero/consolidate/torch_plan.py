@@ -65,10 +65,9 @@ def _rest(path: Path, rooms: Sequence[FileRecord]) -> list[tuple[int, bytes]]:
     """Everything outside the tensors' gaps, with its offsets."""
     found, position = [], 0
     with path.open("rb") as file:
-        for begin, nbytes in sorted((room.offset, room.nbytes) for room in rooms):
+        gaps = sorted((room.offset, room.nbytes) for room in rooms)
+        for begin, nbytes in (*gaps, (path.stat().st_size, 0)):
             file.seek(position)
             found.append((position, file.read(begin - position)))
             position = begin + nbytes
-        file.seek(position)
-        found.append((position, file.read()))
     return found

@@ -19,7 +19,7 @@ _MOST_BUFFERS = os.sysconf("SC_IOV_MAX")
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _advise = getattr(os, "posix_fadvise", None)
 _fallocate: Any = getattr(os, "posix_fallocate", lambda file, start, size: os.truncate(file, size))
-_LOCK = ".zero-lock"  # is never removed
+LOCK = ".zero-lock"  # is never removed
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
@@ -254,7 +254,7 @@ class Storage:
         claimed = _claim(descriptor, wait)
         if claimed is None:
             os.close(descriptor)
-            descriptor = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            descriptor = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             claimed = _claim(descriptor, wait)
         if claimed is not False:
             return Lock(descriptor)
