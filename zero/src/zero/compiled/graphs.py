@@ -206,6 +206,11 @@ def unit_of(node: fx.Node) -> int:
     return unit
 
 
+def last_value(wait: fx.Node) -> fx.Node:
+    """The last of the values that `wait` waits for."""
+    return list(wait.users)[len(wait.all_input_nodes) - 1]
+
+
 def outputs(graph: fx.Graph) -> fx.Node:
     """The graph's output node."""
     node: fx.Node = next(iter(graph.find_nodes(op="output")))

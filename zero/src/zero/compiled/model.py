@@ -189,12 +189,10 @@ class CompiledModel:
         self._units_wait = False
         inner = self._settings.inner
         backend = self._backend.generator.compile_unit if inner == "inductor" else inner
-        for module in dict.fromkeys(a for u in self._units for a in u.hooked_modules if self._is_block(a)):
+        root = self._model()  # which what it calls would be compiled into
+        every = (module for unit in self._units for module in unit.hooked_modules if module is not root)
+        for module in dict.fromkeys(every):
             module.forward = torch.compile(module.forward, backend=backend, dynamic=self._settings.dynamic)
-
-    def _is_block(self, module: nn.Module) -> bool:
-        """Not the root, which what it calls would be compiled into."""
-        return module is not self._model()
 
 
 def _leaving(config: Config, stores: Stores) -> float:

@@ -35,7 +35,9 @@ import torch
 
 from accelz import HOST
 from zero.compiled.runtime import Runtime, lookup
+from zero.optimizer.record_streamer import RecordStreamer
 from zero.sharding.guard import admit
+from zero.sharding.sharded_unit import ShardedUnit
 
 NAMESPACE = "zero"
 
@@ -80,6 +82,16 @@ def _of_parameters(name: str, arguments: str, method: Callable[..., None]) -> to
     )
 
 
+def _of_records(name: str, act: Callable[[RecordStreamer, ShardedUnit], None]) -> torch._ops.OpOverload:
+    """Define an operation that does something to the optimizer state of units."""
+
+    def run(runtime: Runtime, units: list[int]) -> None:
+        for unit in units:
+            act(runtime.record_streamer, runtime.units[unit])
+
+    return _of_parameters(name, "int[] units", run)
+
+
 def _begin(runtime: Runtime, unit: int, dtype: torch.dtype | int) -> None:
     runtime.begin_gather(unit, _named(dtype))
 
@@ -106,13 +118,13 @@ REDUCE = _define(
     "reduce_grad(Tensor(a!) gradient, int engine, int number, bool last=False) -> ()",
     lambda gradient, engine, number, last=False: lookup(engine).reduce(number, gradient, last),
 )
-RELOAD_PARAMETER = _of_parameters("reload_parameter", "int unit", Runtime.reload)
-OFFLOAD_PARAMETER = _of_parameters("offload_parameter", "int unit", Runtime.offload)
-RELOAD_OPTIMIZER = _of_parameters("reload_optimizer", "int[] units", Runtime.reload_optimizer)
-OFFLOAD_OPTIMIZER = _of_parameters("offload_optimizer", "int[] units", Runtime.offload_optimizer)
-WAIT_OFFLOAD_OPTIMIZER = _of_parameters(
-    "wait_offload_optimizer", "int[] units", Runtime.wait_offload_optimizer
+RELOAD_PARAMETER = _of_parameters("reload_parameter", "int unit", lambda on, unit: on.units[unit].bring())
+OFFLOAD_PARAMETER = _of_parameters(
+    "offload_parameter", "int unit", lambda on, unit: on.units[unit].take_back()
 )
+RELOAD_OPTIMIZER = _of_records("reload_optimizer", RecordStreamer.prefetch)
+OFFLOAD_OPTIMIZER = _of_records("offload_optimizer", RecordStreamer.evict)
+WAIT_OFFLOAD_OPTIMIZER = _of_records("wait_offload_optimizer", RecordStreamer.wait_evicted)
 OFFLOAD = _define(
     "offload_tensor(Tensor value, int engine) -> Tensor",
     lambda value, engine: lookup(engine).activations.offload(value),

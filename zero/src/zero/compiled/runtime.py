@@ -63,7 +63,7 @@ class Runtime:
         self._slots = [(u, g, i) for u in self.units for g in u.groups for i in range(len(g.parameters))]
         self._pass = training_pass
         self._unseen = False
-        self._record_streamer = training_pass.streamed_state
+        self.record_streamer = training_pass.streamed_state
         self._held: Counter[ShardedUnit] = Counter()
         self._whole: dict[tuple[ShardedUnit, GatherFormat], int] = {}
         _runtimes[self.handle] = self
@@ -127,29 +127,6 @@ class Runtime:
         if last and not more:
             self._pass.close_in_graph(unit)
 
-    def reload(self, unit: int) -> None:
-        """Begin to bring the unit's shards to the device."""
-        self.units[unit].bring()
-
-    def offload(self, unit: int) -> None:
-        """The unit is gathered: its shards need not be on the device any more."""
-        self.units[unit].take_back()
-
-    def reload_optimizer(self, units: Sequence[int]) -> None:
-        """Begin to bring the units' optimizer state to the device, if a step follows."""
-        for unit in units:
-            self._record_streamer.prefetch(self.units[unit])
-
-    def offload_optimizer(self, units: Sequence[int]) -> None:
-        """Begin to send what has stayed of it since the step."""
-        for unit in units:
-            self._record_streamer.evict(self.units[unit])
-
-    def wait_offload_optimizer(self, units: Sequence[int]) -> None:
-        """Wait until units' optimizer state is back on the host; its memory is free then."""
-        for unit in units:
-            self._record_streamer.wait_evicted(self.units[unit])
-
     def end_backward(self) -> None:
         """The graph's backward is over."""
         self.pending_backwards.more = False
@@ -180,7 +157,7 @@ class Runtime:
         for unit, count in self._held.items():
             unit.forwards -= count
             unit.release()
-        self._record_streamer.return_all_to_host()
+        self.record_streamer.return_all_to_host()
         self.begin()
 
     @contextmanager

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from zero.compiled.graphs import ShardedGraph, travels_in
+from zero.compiled.graphs import ShardedGraph, last_value, travels_in
 from zero.compiled.ops import PREFETCH
 
 
@@ -43,6 +43,5 @@ def _begin(graph: ShardedGraph, later: Sequence[fx.Node], current: fx.Node) -> N
     for unit in units:
         graph.graph.erase_node(begins[unit])
     parameters = [parameter for wait in later for parameter in wait.all_input_nodes]
-    last_value = list(current.users)[len(current.all_input_nodes) - 1]
-    with graph.graph.inserting_after(last_value):
+    with graph.graph.inserting_after(last_value(current)):
         graph.call(PREFETCH, parameters, graph.facts.handle, units, [travels_in(w) for w in later])

@@ -8,9 +8,7 @@ Needs: gathers that begin at their final places (`prefetch`).
 
 from __future__ import annotations
 
-from torch import fx
-
-from zero.compiled.graphs import ShardedGraph, begun_by
+from zero.compiled.graphs import ShardedGraph, begun_by, last_value
 from zero.compiled.ops import OFFLOAD_PARAMETER, RELOAD_PARAMETER
 
 AHEAD = 2  # gathers that begin between
@@ -26,10 +24,6 @@ def reload_parameters(graph: ShardedGraph) -> int:
         unit, _ = begun[place]
         with graph.graph.inserting_before(begun[max(place - AHEAD, 0)][1]):
             graph.call(RELOAD_PARAMETER, parameters[unit], graph.facts.handle, unit)
-        with graph.graph.inserting_after(_last_value(waits[unit])):
+        with graph.graph.inserting_after(last_value(waits[unit])):
             graph.call(OFFLOAD_PARAMETER, parameters[unit], graph.facts.handle, unit)
     return len(away)
-
-
-def _last_value(wait: fx.Node) -> fx.Node:
-    return list(wait.users)[len(wait.all_input_nodes) - 1]
