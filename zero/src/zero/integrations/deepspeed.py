@@ -11,7 +11,6 @@ The loop stays; DeepSpeed is not needed.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -123,7 +122,8 @@ def initialize(
     given = dict(read_settings(_source(args, config)))
     optimizer_block, scheduler_block = (given.pop(section, None) for section in BUILT)
     drop_last = given.pop("dataloader_drop_last", False)
-    settings, sizes = convert(given, _ranks(process_group))
+    ranks = dist.get_world_size(process_group) if dist.is_initialized() else None  # to be told by torchrun
+    settings, sizes = convert(given, ranks)
     if training_data is not None and sizes.micro is None:
         raise ConfigError("training_data= needs 'train_micro_batch_size_per_gpu' in the configuration")
     built = _optimizer(optimizer, optimizer_block, model_parameters, model)
@@ -150,13 +150,6 @@ def _source(args: Any, config: Any) -> Any:
         said = "neither is given" if config is None else "both are given"
         raise UsageError(f"initialize() needs one of config= and args.deepspeed_config: {said}")
     return of_args if config is None else config
-
-
-def _ranks(group: dist.ProcessGroup | None) -> int:
-    """The ranks that are to train together."""
-    if dist.is_initialized():
-        return dist.get_world_size(group)
-    return int(os.environ.get("WORLD_SIZE") or "1")
 
 
 def _optimizer(

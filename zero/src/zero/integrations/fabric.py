@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from lightning.fabric.accelerators import ACCELERATOR_REGISTRY, Accelerator
-from lightning.fabric.plugins import ClusterEnvironment, MixedPrecision
+from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.strategies import STRATEGY_REGISTRY, DDPStrategy
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from torch import Tensor, nn
@@ -123,6 +123,17 @@ class OnAccelz:
     def root_device(self) -> torch.device:
         return accelz.current().device if torch.distributed.is_initialized() else self.lightnings_device
 
+    def join(self, precision: Any) -> None:
+        """Bind this process to its device, and meet the job's other ranks. precision: Fabric's, or the
+        Trainer's plugin; of mixed precision, autocast and its loss scaler serve the device from now on, where
+        Lightning does not know it."""
+        join_job(self.cluster_environment, self.lightnings_device, self.config.timeout)  # type: ignore[attr-defined]
+        kind = accelz.current().device.type
+        if hasattr(precision, "scaler") and precision.device != kind:
+            precision.device = kind
+            if precision.scaler is not None:
+                precision.scaler = torch.amp.GradScaler(kind)
+
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Any:
         call = super().all_gather  # type: ignore[misc]
         return by_way_of_host(call, tensor, group=group, sync_grads=sync_grads)
@@ -155,11 +166,8 @@ class ZeroStrategy(OnAccelz, DDPStrategy):
     # -- setting up ------------------------------------------------------------------------------------
 
     def setup_environment(self) -> None:
-        assert self.cluster_environment is not None
-        join_job(self.cluster_environment, self.lightnings_device, self.config.timeout)
-        if isinstance(self.precision, MixedPrecision):
-            on_device(self.precision)
         precision: Any = self.precision
+        self.join(precision)
         precision.convert_module = partial(convert, precision.convert_module)
         super().setup_environment()
 
@@ -386,18 +394,6 @@ def by_way_of_host(call: Callable[..., Any], value: Any, **options: Any) -> Any:
         return call(value, **options)
     result = call(value.to(accelz.HOST), **options)
     return result.to(value.device)
-
-
-def on_device(precision: Any) -> None:
-    """Have autocast and its loss scaler serve the process's device, where Lightning does not know it.
-
-    precision: Fabric's MixedPrecision or the Trainer's.
-    """
-    kind = accelz.current().device.type
-    if precision.device != kind:
-        precision.device = kind
-        if precision.scaler is not None:
-            precision.scaler = torch.amp.GradScaler(kind)
 
 
 def convert(conversion: Callable[[nn.Module], nn.Module], module: nn.Module) -> nn.Module:

@@ -17,7 +17,7 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator, AcceleratorRegistry
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
-from lightning.pytorch.plugins import AsyncCheckpointIO, MixedPrecision
+from lightning.pytorch.plugins import AsyncCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
@@ -36,8 +36,6 @@ from zero.integrations.fabric import (
     OnAccelz,
     by_way_of_host,
     convert,
-    join_job,
-    on_device,
     packed,
     registered,
     unpacked,
@@ -93,10 +91,7 @@ class ZeroStrategy(OnAccelz, DDPStrategy):
     # -- setting up ------------------------------------------------------------------------------------
 
     def setup_environment(self) -> None:
-        assert self.cluster_environment is not None
-        join_job(self.cluster_environment, self.lightnings_device, self.config.timeout)
-        if isinstance(self.precision_plugin, MixedPrecision):
-            on_device(self.precision_plugin)
+        self.join(self.precision_plugin)
         super().setup_environment()
 
     @contextmanager
@@ -109,11 +104,9 @@ class ZeroStrategy(OnAccelz, DDPStrategy):
         return init()
 
     def setup(self, trainer: Trainer) -> None:
-        assert self.accelerator is not None
         self.accelerator.setup(trainer)
         self._failed = False
         module = self.lightning_module
-        assert module is not None
         self._fits = trainer.state.fn == TrainerFn.FITTING
         there: Engine | None = vars(module).get(ENGINE)
         if there is None:
@@ -169,7 +162,6 @@ class ZeroStrategy(OnAccelz, DDPStrategy):
     def _as_forward(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method as the module's forward, so that parameters of no submodule are gathered, too."""
         module = self.lightning_module
-        assert module is not None
         own = module.__dict__.pop("forward", None)
 
         def restore() -> None:
@@ -199,7 +191,6 @@ class ZeroStrategy(OnAccelz, DDPStrategy):
         engine, plugin = self.engine, self.precision_plugin
         if engine.config.loss_scale is None or getattr(plugin, "scaler", None) is not None:
             return super().backward(closure_loss, optimizer, *args, **kwargs)  # type: ignore[no-any-return]
-        assert self.lightning_module is not None
         loss = plugin.pre_backward(closure_loss, self.lightning_module)
         engine.backward(loss)
         return plugin.post_backward(loss, self.lightning_module)  # type: ignore[no-any-return]
@@ -275,7 +266,6 @@ class ZeroStrategy(OnAccelz, DDPStrategy):
         what no Trainer has saved.
         """
         path = Path(self.broadcast(checkpoint_path))
-        assert self.lightning_module is not None
         if path.is_dir():
             strict = self.lightning_module.strict_loading
             averaged = self._averaged() if self._fits else None
@@ -303,7 +293,6 @@ class ZeroStrategy(OnAccelz, DDPStrategy):
             self.engine.load_state_dict(checkpoint["state_dict"], strict)
 
     def _averaged(self) -> EMA | None:
-        assert self.lightning_module is not None
         return next((c for c in self.lightning_module.trainer.callbacks if isinstance(c, EMA)), None)
 
     def on_exception(self, exception: BaseException) -> None:
@@ -311,8 +300,6 @@ class ZeroStrategy(OnAccelz, DDPStrategy):
 
     def teardown(self) -> None:
         """Leave the module sharded, for other stages."""
-        assert self.cluster_environment is not None
-        assert self.accelerator is not None
         if ENGINE in vars(self.lightning_module or self) and not self._failed:
             self.engine.wait_for_checkpoint()
         self.cluster_environment.teardown()
