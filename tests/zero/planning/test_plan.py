@@ -26,8 +26,9 @@ WIDTH = 128
 MATRIX = WIDTH * WIDTH
 
 
-def blocks(layers: int = 4) -> nn.Module:
-    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)))
+def blocks(layers: int = 4, bias: bool = False) -> nn.Module:
+    """bias: with it, what has a whole number of pages without it has not."""
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=bias) for _ in range(layers)))
 
 
 def deferred() -> nn.Module:
@@ -178,10 +179,10 @@ def test_what_does_not_fit_is_refused() -> None:
         zero.plan(model, torch.optim.RMSprop(model.parameters()), disk, ranks=2)
 
 
-def disk_body(context: Context, settings: dict[str, Any]) -> tuple[int, int, int]:
+def disk_body(context: Context, settings: dict[str, Any], bias: bool) -> tuple[int, int, int]:
     """Bytes taken on disk, and bytes read and written in a step in steady state."""
     torch.manual_seed(0)
-    model = blocks()
+    model = blocks(bias=bias)
     engine = zero.initialize(
         model, torch.optim.AdamW(model.parameters()), zero.Config(timeout=20, **settings)
     )
@@ -215,9 +216,10 @@ def test_the_disk_is_what_the_engine_takes_and_moves(
     offload: dict[str, Any] = {"optimizer": "disk", "path": str(tmp_path)}
     offload |= {"params": "disk", "gradients": "disk"} if everything else {}
     settings = {"precision": "bf16", "offload": offload, "masters": masters}
-    plan = planned(size, **settings)
-    expected = plan.memory.disk, plan.traffic.read, plan.traffic.written
-    assert cluster(size).run(disk_body, settings=settings) == [expected] * size
+    for bias in (False, True):
+        plan = planned(size, blocks(bias=bias), **settings)
+        expected = plan.memory.disk, plan.traffic.read, plan.traffic.written
+        assert cluster(size).run(disk_body, settings=settings, bias=bias) == [expected] * size
 
 
 MODEL = "tests/zero/planning/test_plan.py:blocks"

@@ -160,7 +160,9 @@ class PlannedGroup:
         return new if self.kernel else replace(new, moments=0, whole=whole)
 
     def record_bytes(self, numel: int, tier: Tier) -> int:
-        """Bytes of master and moments in memory, for `numel` elements in `tier`."""
+        """Bytes of master and moments, for `numel` elements in `tier`."""
+        if tier.stored:
+            return tier.nbytes(numel, *self.placement.columns)
         state = math.ceil(numel * self.moments) if self.whole is None else self.whole.state
         apart = 0 if self.is_master(tier) else numel
         return self.wide.itemsize * state + self.placement.master.itemsize * apart

@@ -13,6 +13,7 @@ from zero.planning.peaks import Sums, backward, before_step, building, forward, 
 from zero.tiers.device_bytes import DeviceBytes
 from zero.tiers.pipeline import BUFFERS
 from zero.tiers.tier import ON_DEVICE, TIERS, Tier
+from zero.tiers.values import Column
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,11 @@ def plan_memory(
     rest = {tier.name: sum((_rest(g, tier) for g in groups), DeviceBytes()) for tier in TIERS}
     made = sum((_rest(g.before_steps, ON_DEVICE) for g in groups), DeviceBytes())
     gradients = {
-        tier.name: sum(g.slice_bytes for g in groups if g.trainable and g.placement.gradients is tier)
+        tier.name: sum(
+            tier.nbytes(g.shard_numel, Column(g.slice))
+            for g in groups
+            if g.trainable and g.placement.gradients is tier
+        )
         for tier in TIERS
     }
     forwards = _with_activations(forward(units, config.prefetch, sums), live.forward)
@@ -106,23 +111,18 @@ def _highest(points: Iterable[DeviceBytes]) -> DeviceBytes:
 
 def _rest(group: PlannedGroup, tier: Tier) -> DeviceBytes:
     """What a group keeps in one tier between steps."""
-    parameters = group.own_bytes if group.resident else group.shard_bytes
-    records = [numel for numel, where in group.placement.optimizer if where is tier]
-    if tier.stored:
-        optimizer = sum(tier.nbytes(numel, *group.placement.columns) for numel in records)
-    else:
-        optimizer = sum(group.record_bytes(numel, tier) for numel in records)
+    numel = group.numel if group.resident else group.shard_numel
     return DeviceBytes(
-        parameters=parameters if group.placement.params is tier else 0,
+        parameters=tier.nbytes(numel, Column(group.dtype)) if group.placement.params is tier else 0,
         gradients=group.room if tier.near else 0,
-        optimizer=optimizer,
+        optimizer=sum(group.record_bytes(n, tier) for n, t in group.placement.optimizer if t is tier),
     )
 
 
 def _buffers(groups: Sequence[PlannedGroup]) -> int:
     """Host memory for records on their way from the disk and back."""
     sizes = (
-        tier.nbytes(numel, *group.placement.columns)
+        group.record_bytes(numel, tier)
         for group in groups
         for numel, tier in group.placement.optimizer
         if tier.stored

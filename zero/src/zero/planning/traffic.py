@@ -151,12 +151,11 @@ def _of_records(group: PlannedGroup) -> Moves:
             yield from _of_split(group, numel * group.dtype.itemsize, tier.near or placed.streamed)
         if tier.near:
             continue
+        nbytes = group.record_bytes(numel, tier)
         if placed.streamed:
-            nbytes = group.record_bytes(numel, tier)
             yield from (("to_host", nbytes), ("to_device", nbytes))
             continue
         if tier.stored:
-            nbytes = sum(column.nbytes(numel) for column in placed.columns)
             yield from (("read", nbytes), ("written", nbytes))
         if placed.params.near:
             yield "to_device", numel * group.dtype.itemsize
