@@ -11,6 +11,7 @@ from zero.memory.memory_report import MemoryReport
 from zero.optimizer.group_step import SCRATCH
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
 from zero.optimizer.stepped import SteppedSubGroup
+from zero.tiers.tier import ON_DEVICE
 
 Subs = Sequence[SteppedSubGroup]
 GUESS = 4 * SCRATCH  # bytes per element that a step takes besides state, before any was stepped on the device
@@ -77,8 +78,8 @@ class Forecast:
 
     def _record_bytes(self, stepped: SteppedSubGroup) -> int:
         group, master = stepped.group, stepped.record.columns[0]
-        shard_serves = group.dtype is master.dtype and group.placement.params.near
-        apart = 0 if shard_serves else master.numel() * master.element_size()
+        serves = group.placement.shard_serves(group.dtype.itemsize, ON_DEVICE)
+        apart = 0 if serves else master.numel() * master.element_size()
         return apart + self._optimizer.moments_bytes(stepped)
 
     def _is_whole(self, have: GroupGradients, near: set[SteppedSubGroup]) -> bool:
