@@ -211,7 +211,7 @@ def _warn_of_unknown(disabled: Iterable[str]) -> None:
 def inspect(entries: Sequence[EntryPoint], disabled: Iterable[str] = ()) -> list[BackendRow]:
     """Import each backend's plugin and call its probe, first in a child process, with a limit on its time."""
     asked = [entry for entry in entries if entry.name not in disabled]
-    calls = {partial(_ask, entry): entry for entry in asked}
+    calls: dict[apart.Call, EntryPoint] = {partial(_ask, entry): entry for entry in asked}
     limit = PROBE_SECONDS * patience()
     found = apart.answers([*calls], limit, lambda call, at: _warn_of_wait(calls[call], at, limit))
     rows = [_row(e, Status.DISABLED, "switched off by ACCELZ_DISABLE") for e in entries if e not in asked]
