@@ -1,4 +1,8 @@
-"""Optimizer state that graphs bring and send: the bits of state that stays, the peak of graphs without."""
+"""Optimizer state that graphs bring and send: the bits of state that stays, the peak of graphs without.
+
+What it is compared with trains eagerly, which has the bits of graphs (test_training) and compiles nothing.
+Its units are others, and so are the parts that ranks have: the parts of all ranks are compared together.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,11 @@ import gc
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -20,6 +26,7 @@ from tests.zero.helpers.compiled_models import FAULTS, WIDTH, Transformer, Watch
 from tests.zero.helpers.models import device_of
 from tests.zero.helpers.optimizers import lion
 from tests.zero.helpers.training import adamw, collected
+from zero.optimizer.piece_state import in_memory_order
 
 pytestmark = pytest.mark.slow  # compiles
 
@@ -27,6 +34,8 @@ AOT = zero.Compile(inner="aot_eager")
 VISITING: dict[str, Any] = {"optimizer": "host", "step": "device"}
 LENGTH = 64  # long enough that activations leave room for all state
 LONGER = 3 * LENGTH  # of all evaluation, for which one graph is enough
+Parts = dict[str, list[tuple[int, Any]]]
+"""One rank's values by name: where each part begins, and its elements."""
 Script = Callable[[zero.Engine], None]
 
 
@@ -35,6 +44,10 @@ def build(offload: dict[str, Any], model: nn.Module | None = None, **settings: A
     make = settings.pop("optimizer", adamw)
     settings = {"compile": AOT, "timeout": 20, **settings}
     return zero.initialize(net, make(net), zero.Config(offload=zero.Offload(**offload), **settings))
+
+
+def eager(model: nn.Module | None = None, **settings: Any) -> zero.Engine:
+    return build({}, model, compile=None, **settings)
 
 
 def small() -> nn.Module:
@@ -48,22 +61,38 @@ def micro_batch(engine: zero.Engine, number: int, length: int = LENGTH) -> Tenso
     return loss.detach()
 
 
-def values(engine: zero.Engine) -> dict[str, Tensor]:
-    """Every master and every state, as a user sees them, without asking the engine to move anything. A
-    parameter may be in one piece or in several, which follow on one another."""
-    found: dict[str, list[Tensor]] = {}
-    for index, group in enumerate(engine.optimizer.param_groups):
-        for piece in group["params"]:
-            if not piece.is_meta:  # as of a split master
-                found.setdefault(f"{index}", []).append(piece.detach().cpu())
-            for key, value in engine.optimizer.state[piece].items():
-                spread = value if value.dim() else value.expand(piece.shape)
-                found.setdefault(f"{index} {key}", []).append(spread.cpu())
-    return {name: torch.cat([part.flatten() for part in parts]) for name, parts in found.items()}
+def values(engine: zero.Engine) -> Parts:
+    """Every master and every state, as a user sees them, without asking the engine to move anything."""
+    found: Parts = {}
+    for stepped in engine._boundary.optimizer.subs:
+        for piece in stepped.pieces:
+            parameter = piece.parameter
+            seen = dict(engine.optimizer.state[parameter])
+            if not parameter.is_meta:  # as of a split master
+                seen["master"] = parameter
+            for key, value in seen.items():
+                spread = value if value.dim() else value.expand(parameter.shape)
+                part = in_memory_order(spread.detach(), parameter).to("cpu", torch.float32, copy=True)
+                name = f"{key} of {stepped.name_of(piece)}, {value.dtype}"
+                found.setdefault(name, []).append((piece.piece.start, part.numpy()))
+    return found
 
 
-def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
-    return first.keys() == second.keys() and all(torch.equal(v, second[k]) for k, v in first.items())
+def whole(ranks: list[Parts]) -> dict[str, Any]:
+    """What the parts of all ranks are together, which are none twice and each behind the other."""
+    found = {}
+    for name in {name for parts in ranks for name in parts}:
+        parts = sorted(part for rank in ranks for part in rank.get(name, []))
+        ends = [start + len(values) for start, values in parts]
+        assert [start for start, _ in parts] == [0, *ends[:-1]], name
+        found[name] = np.concatenate([values for _, values in parts])
+    return found
+
+
+def same(found: list[dict[str, Any]], first: str, second: str) -> bool:
+    """Whether two engines, by their names in what the ranks have found, have the same values."""
+    one, other = (whole([each[name] for each in found]) for name in (first, second))
+    return one.keys() == other.keys() and all(np.array_equal(v, other[k]) for k, v in one.items())
 
 
 def there(engine: zero.Engine) -> int:
@@ -71,12 +100,13 @@ def there(engine: zero.Engine) -> int:
     return engine._tracer.held().optimizer
 
 
-def steps(engine: zero.Engine, count: int = 3) -> dict[str, Tensor]:
+def steps(engine: zero.Engine, count: int = 3) -> Parts:
     """Train, and look at everything right behind each step."""
-    found, number = {}, 0
+    found: Parts = {}
+    number = 0
     for step in range(count):
         while not (stepped := engine.is_boundary):
-            found[f"loss {number}"] = micro_batch(engine, number).cpu()
+            found[f"loss {number}"] = [(engine.rank, np.array([micro_batch(engine, number).item()]))]
             number += 1
         stepped = engine.step()
         assert stepped
@@ -106,12 +136,11 @@ def parity_body(context: Context, names: list[str]) -> dict[str, Any]:
     found = {}
     for name in names:
         tiers, settings = TIERS_AND_SETTINGS[name]
-        expected = steps(build({}, **settings), 2)
         visiting = build({**VISITING, **tiers}, **settings)
-        equal = same(steps(visiting, 2), expected)
+        found[name] = {"visiting": steps(visiting, 2), "plain": steps(eager(**settings), 2)}
         forward, backward = visiting.explain().graphs
-        brought = backward.counts.get("schedule_optimizer", 0)
-        found[name] = equal, brought, forward.code.count("zero.offload_optimizer")
+        found[name]["brought"] = backward.counts.get("schedule_optimizer", 0)
+        found[name]["ahead"] = forward.code.count("zero.offload_optimizer")
     return found
 
 
@@ -122,10 +151,12 @@ def size_on(device: str) -> int:
 
 def test_bitwise_equal_to_state_on_the_device(cluster: Clusters, device: str) -> None:
     names = [ON_THE_HOST] if device == "cpu" else list(TIERS_AND_SETTINGS)
-    for found in cluster(size_on(device)).run(parity_body, names=names, limit=300):
-        for name, (equal, back, ahead) in found.items():
-            assert equal, name
-            assert (back > 0, ahead) == ((True, 1) if device != "cpu" else (False, 0)), name
+    ranks = cluster(size_on(device)).run(parity_body, names=names, limit=300)
+    for name in names:
+        found = [each[name] for each in ranks]
+        assert same(found, "visiting", "plain"), name
+        moved = {(each["brought"] > 0, each["ahead"]) for each in found}
+        assert moved == {(True, 1) if device != "cpu" else (False, 0)}, name
 
 
 def look(engine: zero.Engine) -> None:
@@ -221,30 +252,34 @@ SCRIPTS: tuple[Script, ...] = (
 
 
 def scripts_body(context: Context) -> dict[str, Any]:
-    visiting, plain = build(VISITING), build({})
+    # Two graphs under one backward reduce their gradients one by one, an eager engine their sum.
+    engines = {"visiting": build(VISITING), "plain": build({})}
     found: dict[str, Any] = {}
     for script in SCRIPTS:
-        seen: list[dict[str, Tensor]] = []
-        for engine in (visiting, plain):
+        seen: dict[str, Any] = {}
+        for kind, engine in engines.items():
             script(engine)
-            seen.append(values(engine))
-            seen[-1] |= {f"later {name}": value for name, value in steps(engine, 1).items()}
+            seen[kind] = values(engine)
+            seen[kind] |= {f"later {name}": value for name, value in steps(engine, 1).items()}
+        visiting = engines["visiting"]
         with torch.no_grad():
             visiting(tokens(60, context.rank, visiting.module, LONGER))
-        found[script.__name__] = same(*seen), there(visiting)
+        found[script.__name__] = {**seen, "left": there(visiting)}
     return found
 
 
 def test_whatever_happens_in_between(cluster: Clusters, device: str) -> None:
-    for found in cluster(size_on(device)).run(scripts_body, limit=300):
-        for name, (equal, left) in found.items():
-            assert equal, name
-            assert left == 0 or device == "cpu", name  # behind a forward nothing is there
+    ranks = cluster(size_on(device)).run(scripts_body, limit=300)
+    for script in SCRIPTS:
+        found = [each[script.__name__] for each in ranks]
+        assert same(found, "visiting", "plain"), script
+        # Behind a forward nothing is there.
+        assert device == "cpu" or [each["left"] for each in found] == [0] * len(found), script
 
 
 def exceptions_body(context: Context) -> dict[str, Any]:
     torch.manual_seed(0)
-    engines = [build(offload, Watched()) for offload in (VISITING, {}) if torch.manual_seed(0)]
+    engines = [make(Watched()) for make in (partial(build, VISITING), eager) if torch.manual_seed(0)]
     x = torch.ones(1 << 10, WIDTH, device=device_of(engines[0].module))
 
     def train(engine: zero.Engine) -> None:
@@ -262,22 +297,24 @@ def exceptions_body(context: Context) -> dict[str, Any]:
             held.append(there(engine))
             train(engine)
     brought = engines[0].explain().graphs[1].counts.get("schedule_optimizer", 0)
-    return {"same": same(*map(values, engines)), "held": held[:2], "brought": brought}
+    visiting, plain = map(values, engines)
+    return {"visiting": visiting, "plain": plain, "held": held[:2], "brought": brought}
 
 
 def test_exceptions_leave_nothing_there(cluster: Clusters, device: str) -> None:
-    for found in cluster(2).run(exceptions_body, limit=120):
-        assert found["same"]
+    ranks = cluster(2).run(exceptions_body, limit=120)
+    assert same(ranks, "visiting", "plain")
+    for found in ranks:
         if device != "cpu":
             assert found["held"] == [0, 0]
             assert found["brought"] > 0
 
 
-def checkpoint_body(context: Context, path: str) -> dict[str, bool]:
+def checkpoint_body(context: Context, path: str) -> dict[str, Any]:
     """Saved while records have stayed behind their step, in the background too; then, whether the engine goes
     with all that it has."""
-    found = {}
-    plain, engine, loaded = build({}), build(VISITING), build(VISITING)
+    found: dict[str, Any] = {}
+    plain, engine, loaded = eager(), build(VISITING), build(VISITING)
     steps(plain, 2)
     for later in (False, True):
         saved = Path(path, f"{later}")
@@ -288,7 +325,7 @@ def checkpoint_body(context: Context, path: str) -> dict[str, bool]:
         engine.wait_for_checkpoint()
         steps(loaded, 1)
         loaded.load_checkpoint(saved)
-        found[f"{later}"] = same(steps(loaded, 2), steps(plain, 2))
+        found[f"{later}"] = {"loaded": steps(loaded, 2), "plain": steps(plain, 2)}
         engine.load_checkpoint(saved)
     alive, value = weakref.ref(engine), weakref.ref(next(iter(engine.optimizer.state)))
     del engine
@@ -297,8 +334,10 @@ def checkpoint_body(context: Context, path: str) -> dict[str, bool]:
 
 
 def test_checkpoints(cluster: Clusters, tmp_path: Path) -> None:
-    for found in cluster(2).run(checkpoint_body, path=str(tmp_path), limit=120):
-        assert found == {"False": True, "True": True, "freed": True}
+    ranks = cluster(2).run(checkpoint_body, path=str(tmp_path), limit=120)
+    for later in ("False", "True"):
+        assert same([each[later] for each in ranks], "loaded", "plain"), later
+    assert [each["freed"] for each in ranks] == [True, True]
 
 
 def peak(engine: zero.Engine, length: int) -> dict[str, Any]:
@@ -392,7 +431,7 @@ def test_no_script_takes_more(cluster: Clusters) -> None:
 
 def faults_body(context: Context) -> dict[str, Any]:
     """Every so many allocations one fails, while records arrive and when they have stayed."""
-    visiting, plain = build(VISITING), build({})
+    visiting, plain = build(VISITING), eager()
     failed = survived = 0
     for number, nth in enumerate([1000, *range(1, 130, 6)]):
         micro_batch(plain, number)
@@ -406,11 +445,16 @@ def faults_body(context: Context) -> dict[str, Any]:
             failed += 1
             micro_batch(visiting, number)
         visiting.step()
-    return {"same": same(values(visiting), values(plain)), "failed": failed, "survived": survived}
+    return {
+        "visiting": values(visiting),
+        "plain": values(plain),
+        "failed": failed,
+        "survived": survived,
+    }
 
 
 @pytest.mark.usefixtures("simulated")
 def test_no_room_while_state_arrives(cluster: Clusters) -> None:
-    for found in cluster(1).run(faults_body, limit=120):
-        assert found["same"]
-        assert min(found["failed"], found["survived"]) > 3
+    (found,) = cluster(1).run(faults_body, limit=120)
+    assert same([found], "visiting", "plain")
+    assert min(found["failed"], found["survived"]) > 3
