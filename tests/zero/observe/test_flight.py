@@ -203,6 +203,10 @@ def test_a_folder_without_flights_or_with_others_is_an_error(tmp_path: Path) -> 
     (tmp_path / "rank-00001.flight.json").write_text('{"rank": 1}')
     told = refused("explain-hang", tmp_path)
     assert told.endswith("is not what a flight recorder writes: world_size: Field required")
+    (tmp_path / "rank-00000.flight.json").unlink()
+    os.mkfifo(tmp_path / "rank-00000.flight.json")
+    with pytest.raises(zero.StateError, match="is no regular file"):
+        read(tmp_path)
 
 
 @pytest.mark.host

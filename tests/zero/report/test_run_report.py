@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import os
 import re
 import sys
 from dataclasses import replace
@@ -29,6 +30,8 @@ drawing = pytest.mark.skipif(
 )
 
 pytestmark = pytest.mark.host
+
+LINE = '{"step": 1, "time": 0.0}\n'
 
 
 @drawing
@@ -177,7 +180,25 @@ def test_kinds_of_which_a_part_was_logged_are_drawn_and_only_losses_have_a_best(
         ([], "has none"),
         (["", ""], "has 2"),
         (['{"event": "save", "step": 1}\n'], "has no steps"),
-        (['{"step": 1}\nnonsense\n{"step": 2}\n'], "line 2, is not what JsonLines writes"),
+        ([LINE + "nonsense\n" + LINE], "line 2, is not what JsonLines writes"),
+        *(
+            ([text + "\n" + LINE], "line 1, is not what JsonLines writes")
+            for text in (
+                "[]",
+                "[" * 100_000,
+                '{"step": 1}',
+                '{"step": NaN, "time": 0}',
+                '{"step": 1, "time": "0"} x',
+                '{"step": 1, "time": 0, "loss": "much"}',
+                '{"step": 1, "time": 0, "loss": 1%s}' % ("0" * 400),
+                '{"step": 1, "time": 0, "\\ud800": 1}',
+                '{"step": 1, "time": 0, "units": [1]}',
+                '{"step": 1, "time": 0, "units": {"a": "b"}}',
+                '{"step": 1, "time": 0, "event": 5}',
+                '{"step": 1, "time": 0, "event": "save", "seconds": 5}',
+                '{"step": 1, "time": 0, "event": "begin"}',
+            )
+        ),
     ],
 )
 def test_what_is_no_run_is_refused(tmp_path: Path, texts: list[str], told: str) -> None:
@@ -186,6 +207,14 @@ def test_what_is_no_run_is_refused(tmp_path: Path, texts: list[str], told: str) 
     result = zero_command("report", tmp_path)
     assert result.exit_code == 2
     assert told in result.stderr.replace("\n", " ")
+
+
+def test_what_is_no_file_is_not_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "run.jsonl")
+    for path in (tmp_path, tmp_path / "run.jsonl", Path("/dev/zero")):
+        result = zero_command("report", path)
+        assert result.exit_code == 2
+        assert "is no regular file" in result.stderr.replace("\n", " ")
 
 
 def test_a_run_that_is_not_there_is_named(tmp_path: Path) -> None:

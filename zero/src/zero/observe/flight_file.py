@@ -89,6 +89,8 @@ def read(folder: Path) -> list[Flight]:
 
 
 def _read(path: Path) -> Flight:
+    if not path.is_file():
+        raise StateError(f"{path} is no regular file, as a flight recorder writes")
     try:
         return TypeAdapter(Flight).validate_json(path.read_bytes())
     except ValidationError as error:

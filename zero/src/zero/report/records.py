@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, FiniteFloat, ValidationError
+
 from zero.errors import StateError
 from zero.observe.observer import ALONE, KINDS
 from zero.report.figures import X
@@ -18,6 +20,37 @@ POINTS = 1000
 _OWN = (*ALONE, "time", "step", "tokens", "units")
 
 Row = Mapping[str, Any]
+
+
+class _Event(BaseModel, strict=True):
+    """What a line that tells of an event has; see `zero.observe.Event`."""
+
+    event: str
+    step: FiniteFloat
+    time: FiniteFloat = 0.0
+    text: str = ""
+    seconds: dict[str, FiniteFloat] = {}
+    bytes: FiniteFloat = 0.0
+
+
+class _Begin(_Event):
+    """What the line has that says what is observed; see `zero.observe.Run`."""
+
+    model: str
+    device: str
+    rank: int
+    world_size: int
+    parameters: FiniteFloat
+    settings: dict[str, Any]
+
+
+class _Step(BaseModel, strict=True, extra="allow"):
+    """What the line of a step has: numbers of any names, and units."""
+
+    step: FiniteFloat
+    time: FiniteFloat
+    units: dict[str, FiniteFloat] = {}
+    __pydantic_extra__: dict[str, FiniteFloat | None]
 
 
 @dataclass(frozen=True)
@@ -74,6 +107,8 @@ def read(path: Path) -> Records:
                 f"a report is made of one file of JSON lines, as JsonLines writes; {path} {there}"
             )
         (path,) = found
+    if not path.is_file():
+        raise StateError(f"{path} is no regular file: give the file that JsonLines has written")
     lines = list(_lines(path))
     events = [line for line in lines if "event" in line]
     steps = [line for line in lines if "event" not in line]
@@ -90,13 +125,24 @@ def _lines(path: Path) -> Iterator[Row]:
     texts = path.read_text(encoding="utf-8", errors="replace").splitlines()
     for number, text in enumerate(texts, start=1):
         try:
-            line = json.loads(text)
-            line["step"] + 0
-        except (ValueError, TypeError, KeyError) as error:
+            line = _checked(json.loads(text, parse_constant=lambda _: None))
+        except (ValueError, TypeError, RecursionError) as error:
             if number == len(texts):
                 return
-            raise StateError(f"{path}, line {number}, is not what JsonLines writes: {error}") from error
+            told = _told(error) if isinstance(error, ValidationError) else error
+            raise StateError(f"{path}, line {number}, is not what JsonLines writes: {told}") from error
         yield line
+
+
+def _checked(line: dict[str, Any]) -> Row:
+    kind = _Step if "event" not in line else _Begin if line["event"] == "begin" else _Event
+    kind.model_validate(line)
+    return line
+
+
+def _told(error: ValidationError) -> str:
+    first = error.errors()[0]
+    return "".join(f"{part}: " for part in first["loc"]) + first["msg"]
 
 
 def _kind(name: str) -> str | None:
