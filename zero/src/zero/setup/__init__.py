@@ -4,7 +4,6 @@ Modules, lowest first:
 
 initial_values          what the ranks came with, compared
 build_units             units drafted, and built from their drafts, or anew for another optimizer
-no_sync                 `model.no_sync()`
 build                   all other parts, and the engine
 initialization          `zero.initialize`
 """

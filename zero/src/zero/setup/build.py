@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from torch import nn
 from torch.optim import Optimizer
@@ -35,7 +36,6 @@ from zero.optimizer.state_offload import StateOffload
 from zero.optimizer.stepping import group_steppings, of_unknown, ways_of
 from zero.optimizer.taken_over import let_go, take_over
 from zero.setup.build_units import Site, regrouped
-from zero.setup.no_sync import offer_no_sync
 from zero.sharding.flat_group import FlatGroup
 from zero.sharding.lifetime import weakly
 from zero.sharding.moves import guard_moves
@@ -58,7 +58,7 @@ class Sharded:
 
     site: Site
     units: Sequence[ShardedUnit]
-    calls: WeakKeyDictionary[nn.Module, Any]
+    calls: weakref.WeakKeyDictionary[nn.Module, Any]
 
     @property
     def trainable(self) -> list[FlatGroup]:
@@ -68,8 +68,27 @@ class Sharded:
 def build_engine(model: nn.Module, sharded: Sharded, prepared: Prepared) -> Engine:
     """Make the parts of an engine, and the engine; collective."""
     engine = Engine(**_parts(model, sharded, prepared, None))
-    offer_no_sync(model, engine)
+    _offer_no_sync(model, engine)
     return engine
+
+
+def _offer_no_sync(model: nn.Module, engine: Engine) -> None:
+    """Have `model.no_sync()` be the engine's, for loops that were written for DistributedDataParallel.
+
+    Unless the model has one of its own. The model does not keep the engine alive; see `sharding.lifetime`.
+    """
+    known = weakref.ref(engine)
+
+    def no_sync() -> AbstractContextManager[None]:
+        if (alive := known()) is None:
+            raise UsageError(
+                "model.no_sync() is that of the model's engine, which no longer exists: keep what "
+                "zero.initialize returned for as long as you train"
+            )
+        return alive.no_sync()
+
+    if not hasattr(model, "no_sync"):
+        model.__dict__["no_sync"] = no_sync
 
 
 def _attach(engine: Engine, sharded: Sharded, optimizer: Optimizer | Sequence[Optimizer]) -> None:

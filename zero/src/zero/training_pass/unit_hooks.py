@@ -22,6 +22,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.utils.parametrize import ParametrizationList
 
 from zero.sharding import autocast
 from zero.sharding.gather_format import GatherFormat
@@ -30,7 +32,6 @@ from zero.sharding.lifetime import Uncopied, UncopiedRef
 from zero.sharding.sharded_unit import FOR_PARTS, Keep, State
 from zero.sharding.tensors import iter_tensors, map_tensors, with_inner
 from zero.tiers.apart import apart
-from zero.training_pass import parametrized
 from zero.training_pass.call import Call, CallEdges, next_number, with_producers
 from zero.training_pass.training_pass import TrainingPass
 from zero.training_pass.under_way import calls_under_way, modules_called
@@ -54,7 +55,7 @@ class UnitHooks(Uncopied):
         """Register the hooks, which then hold this object."""
         for module in self.unit.hooked_modules:
             self._hook(module)
-        parametrized.report()
+        _report_parametrizations()
         known = UncopiedRef(self)
         for parameter in (*self._calls.parameters, *self.unit.wrappers):
             parameter.__dict__[UNIT_ATTRIBUTE] = known
@@ -223,3 +224,20 @@ def _untraced() -> tuple[Callable[..., Any], Callable[..., Any]]:
     Not as decorators: dynamo takes seconds to import, and only engines need it.
     """
     return torch.compiler.disable(UnitHooks._begin_call), torch.compiler.disable(UnitHooks._end_call)
+
+
+@cache
+def _report_parametrizations() -> None:
+    """Tell units of parametrizations that a forward registers and takes away again, as PEFT does for adapters
+    on parameters, from now on, in the whole process."""
+    register_module_module_registration_hook(_registered)
+
+
+def _registered(parent: nn.Module, name: str, module: nn.Module | None) -> None:
+    """`torch.nn.utils.parametrize` sets the parameter to itself, which torch counts as a write in place."""
+    if isinstance(module, ParametrizationList):
+        original = getattr(module, "original", None)  # several, if a parametrization divides it
+        known: UncopiedRef[UnitHooks] | None = getattr(original, "__dict__", {}).get(UNIT_ATTRIBUTE)
+        hooks = None if known is None else known()
+        if hooks is not None and original is not None:
+            hooks.unit.guard.set_to_itself(original)
