@@ -159,7 +159,7 @@ class GroupGradients:
         runs a backward inside the backward, and no gradient tells when that one ends. more: another graph has
         a gradient to be added to this one.
         """
-        fired, before = self.fired, len(self.fired)
+        fired, came_before = self.fired, index in self.fired
         fired.add(index)
         self.locally_used.add(index)
         gradient = gradient.to_dense() if gradient.is_sparse else gradient
@@ -176,7 +176,7 @@ class GroupGradients:
             self.filled.add(index)
         if more:
             fired.discard(index)
-        return before < len(fired) == self._count
+        return len(fired) == self._count and not came_before
 
     def _open(self, adds: bool = False) -> FlatBuffer:
         """The whole buffer, made if there is none, and widened if more is to be added than was expected; the

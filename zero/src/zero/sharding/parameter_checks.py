@@ -112,14 +112,14 @@ class ParameterChecks:
 _values = methodcaller("values")
 
 
-def _modules_of(model: nn.Module) -> Iterable[nn.Module]:
-    """All modules, each once, found level by level: `modules()` takes eight times as long."""
-    found = level = {id(model): model}
+def _modules_of(model: nn.Module) -> set[nn.Module]:
+    """All modules, found level by level: `modules()` takes four times as long."""
+    found = level = {model}
     while level:
-        children = chain.from_iterable(map(_values, map(attrgetter("_modules"), level.values())))
-        level = {id(child): child for child in children if child is not None and id(child) not in found}
+        children = chain.from_iterable(map(_values, map(attrgetter("_modules"), level)))
+        level = set(children) - found - {None}
         found = found | level
-    return found.values()
+    return found
 
 
 def _names_of(module: nn.Module) -> dict[str, int]:
