@@ -64,8 +64,8 @@ class PlannedGroup:
         head that is tied to the embedding: the embedding's gradient is yet to be added.
     adding: bytes that autograd holds at once as it adds up the gradients of the largest parameter with
         several uses: two, and their sum. begun: whether another parameter's gradient has come by then.
-    kernel: whether a kernel steps it. moments: values in `wide` that are kept per element besides the
-        master. whole: of parameters that are stepped whole; None where slices are.
+    kernel: whether a kernel steps it. moments: values in `wide` that an optimizer without a kernel keeps per
+        element besides the master. whole: of parameters that are stepped whole; None where slices are.
     stays: whether the room of its reduced slice stays from step to step.
     """
 
@@ -156,16 +156,13 @@ class PlannedGroup:
     def before_steps(self) -> PlannedGroup:
         """The group before its first step, in which torch's optimizers make their state."""
         whole = self.whole and replace(self.whole, state=0)
-        new = replace(self, stays=False)
-        return new if self.kernel else replace(new, moments=0, whole=whole)
+        return replace(self, stays=False, moments=0, whole=whole)
 
     def record_bytes(self, numel: int, tier: Tier) -> int:
         """Bytes of master and moments, for `numel` elements in `tier`."""
-        if tier.stored:
-            return tier.nbytes(numel, *self.placement.columns)
-        state = math.ceil(numel * self.moments) if self.whole is None else self.whole.state
-        apart = 0 if self.is_master(tier) else numel
-        return self.wide.itemsize * state + self.placement.master.itemsize * apart
+        columns = self.placement.moments if self.is_master(tier) else self.placement.columns
+        others = math.ceil(numel * self.moments) if self.whole is None else self.whole.state
+        return tier.nbytes(numel, *columns) + self.wide.itemsize * others
 
 
 @dataclass(frozen=True)
@@ -289,13 +286,10 @@ class UnitPlanner:
         )
 
     def _moments_of(self, draft: GroupDraft) -> float:
-        """Values that are kept besides the master, per element of the group. A kernel steps whole records, so
-        its moments are there even for parameters that no optimizer has; other optimizers keep state only for
-        the parameters that they have.
-        """
+        """Values that are kept besides records, per element of the group. Optimizers without a kernel keep
+        them only for the parameters that they have; kernels keep what is in records."""
         if draft.kind.stepping.rule is not None or not draft.kind.trainable:
-            nbytes = sum(column.bytes_each for column in draft.placement.moments)
-            return nbytes / at_least_fp32(draft.kind.dtype).itemsize
+            return 0
         kept = [
             (local_of(parameter).numel(), self._moments.get(parameter, 0)) for _, parameter in draft.named
         ]
