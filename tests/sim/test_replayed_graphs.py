@@ -127,11 +127,14 @@ def odd_loss(model: nn.Module, step: int, rank: int) -> Tensor:
     return loss
 
 
-def _engine(graphs: bool, kind: str = "straight", inner: Any = "aot_eager", **settings: Any) -> zero.Engine:
+def _engine(
+    graphs: bool | None, kind: str = "straight", inner: Any = "aot_eager", **settings: Any
+) -> zero.Engine:
+    """graphs: whether they are captured; None to train eagerly."""
     torch.manual_seed(3)
     made = {"odd": Odd, "watched": Watched}
     model = made[kind]() if kind in made else fresh(kind)
-    compile = zero.Compile(inner=inner, graphs=graphs)
+    compile = None if graphs is None else zero.Compile(inner=inner, graphs=graphs)
     return zero.initialize(model, adamw(model), zero.Config(compile=compile, timeout=20, **settings))
 
 
@@ -168,10 +171,13 @@ def bits_body(
     steps: int = STEPS,
     spoiled: int | None = None,
     kind: str = "straight",
+    calls: bool = False,
     **settings: Any,
 ) -> Count:
+    """calls: compare with calls of graphs, where eager training has other bits or leaves other memory. It
+    compiles nothing."""
     engines, losses, kept = [], [], []
-    for graphs in (False, True):
+    for graphs in (False if calls else None, True):
         engine = _engine(graphs, kind, **settings)
         KEPT.clear()
         INPUTS.clear()
@@ -201,21 +207,25 @@ CASES: dict[str, tuple[int, int, dict[str, Any]]] = {
         40,
         {"stage": 2, "gradient_accumulation_steps": 2, "precision": "bf16", "loss": evaluating},
     ),
-    "clipped": (2, 4, {"stage": 0, "clip_norm": 0.1, "precision": "bf16", "loss": held}),
-    "an overflow": (1, 4, {"stage": 1, "precision": "fp16", "spoiled": 7, "loss": two_forwards}),
+    "clipped": (2, 4, {"stage": 0, "clip_norm": 0.1, "precision": "bf16", "loss": held, "calls": True}),
+    "an overflow": (
+        1,
+        4,
+        {"stage": 1, "precision": "fp16", "spoiled": 7, "loss": two_forwards, "calls": True},
+    ),
     "lengths": (1, 10, {"loss": lengths, "steps": 24}),
     "cut from batches": (2, 8, {"loss": cut_from_batches, "stage": 2}),
-    "odd": (1, 20, {"loss": odd_loss, "kind": "odd"}),
+    "odd": (1, 20, {"loss": odd_loss, "kind": "odd", "calls": True}),
     "saved elsewhere": (1, 4, {"loss": saved_elsewhere}),
 }
 MORE: dict[str, tuple[int, int, dict[str, Any]]] = {
-    "autocast": (2, 8, {"loss": autocast, "stage": 1}),
+    "autocast": (2, 8, {"loss": autocast, "stage": 1, "calls": True}),
     "checkpointed": (1, 8, {"kind": "checkpointed"}),
     "always others": (1, 0, {"loss": always_others}),
     "of one sample": (1, 0, {"loss": of_one_sample}),
     "gathered": (2, 0, {"persistent_below": 2000}),
     "offloaded": (2, 0, {"offload": zero.Offload(optimizer="host", params="host")}),
-    "odd": (2, 20, {"loss": odd_loss, "kind": "odd", "stage": 1}),
+    "odd": (2, 20, {"loss": odd_loss, "kind": "odd", "stage": 1, "calls": True}),
 }
 
 

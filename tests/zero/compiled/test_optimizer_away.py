@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -72,9 +72,10 @@ def values(engine: zero.Engine) -> Parts:
                 seen["master"] = parameter
             for key, value in seen.items():
                 spread = value if value.dim() else value.expand(parameter.shape)
-                part = in_memory_order(spread.detach(), parameter).to("cpu", torch.float32, copy=True)
+                part = cast(Tensor, in_memory_order(spread.detach(), parameter))
+                copied = part.to("cpu", torch.float32, copy=True).numpy()
                 name = f"{key} of {stepped.name_of(piece)}, {value.dtype}"
-                found.setdefault(name, []).append((piece.piece.start, part.numpy()))
+                found.setdefault(name, []).append((piece.piece.start, copied))
     return found
 
 
