@@ -8,6 +8,7 @@ routes                  which rank steps a whole parameter, and what travels the
 stepping, checks        how each parameter is stepped; which optimizers are accepted
 piece_state, state_size what an optimizer keeps for a piece, wrappers of tensors included; and how much
 stepped, pieces         the sub-groups with this rank's pieces; pieces as tensors; where blocks are
+shown_state             what the optimizer's state shows of them, and what is refused of it
 installed               what the user's optimizer object holds: pieces, and views of their state
 group_step              one sub-group's step by a kernel
 captured_step           all of these as one graph, captured and replayed

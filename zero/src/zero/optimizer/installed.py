@@ -15,6 +15,7 @@ from zero.optimizer.joint import members, parameters_of
 from zero.optimizer.kernel_rules import Rule
 from zero.optimizer.piece_state import moved, tensors_beside
 from zero.optimizer.pieces import shaped, show, sliced, state_here
+from zero.optimizer.shown_state import ShownPiece, ShownState
 from zero.optimizer.stepped import SteppedPiece, SteppedSubGroup
 from zero.sharding.flat_group import FlatGroup
 from zero.tiers.coded import Coded
@@ -43,13 +44,16 @@ class InstalledPieces:
         lists: list[list[nn.Parameter]] = [[] for _ in self._optimizer.param_groups]
         initial = dict(self._optimizer.state)  # some optimizers have state before their first step
         initial = {parameter: state_here(state, parameter) for parameter, state in initial.items()}
-        self._optimizer.state.clear()
+        pieces = [piece.parameter for stepped in self._subs for piece in stepped.pieces]
+        self._state = ShownState(pieces)
+        for optimizer in self._all():
+            optimizer.state = self._state
         for stepped in self._subs:
             for piece in stepped.pieces:
                 lists[piece.param_group].append(piece.parameter)
                 original = stepped.group.parameters[piece.piece.index]
                 if original in initial:
-                    self._optimizer.state[piece.parameter] = sliced(initial[original], stepped, piece.piece)
+                    self._state[piece.parameter] = sliced(initial[original], stepped, piece.piece)
         for group, parameters in zip(self._optimizer.param_groups, lists, strict=True):
             group["params"] = parameters
         for optimizer in members(self._optimizer):  # a rank may have no part of what it steps
@@ -57,6 +61,14 @@ class InstalledPieces:
                 optimizer.param_groups[0]["params"].append(nn.Parameter(torch.empty(0, device=HOST)))
         self._lengths = self._group_lengths()
         self.snapshot()
+
+    def _all(self) -> Iterable[Optimizer]:
+        return {self._optimizer, *members(self._optimizer)}
+
+    @property
+    def has_state(self) -> bool:
+        """Whether the optimizers still keep their state where `install` put it."""
+        return all(optimizer.state is self._state for optimizer in self._all())
 
     @property
     def complete(self) -> bool:
@@ -102,7 +114,7 @@ class InstalledPieces:
         """Make the state of the pieces views of the record and the count. rule: of the kernel."""
         for index, piece in enumerate(stepped.pieces):
             state = _views(stepped, index, rule)
-            self._optimizer.state.setdefault(piece.parameter, {}).update(state)
+            self._state.setdefault(piece.parameter, ShownPiece()).update(state)
 
     def state_beside_on(self, stepped: SteppedSubGroup, device: torch.device) -> PieceStates:
         """What the optimizer itself keeps of the sub-group's pieces, copied to `device` where that is another

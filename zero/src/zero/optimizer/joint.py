@@ -15,8 +15,8 @@ class JointOptimizer(Optimizer):
     """Has the param_groups of all its optimizers, as the same objects. The engine steps them. Without
     optimizers, it stands for none.
 
-    The optimizers stay the user's: schedulers and hooks of each keep working. state: of all of them, once it
-    is shared; until then it holds what they had when they were joined, and each keeps its own.
+    The optimizers stay the user's: schedulers and hooks of each keep working. state: what they had when they
+    were joined.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
@@ -26,11 +26,6 @@ class JointOptimizer(Optimizer):
         self.param_groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         for optimizer in optimizers:
             self.state.update(optimizer.state)
-
-    def share_state(self) -> None:
-        """Make the optimizers keep their state here from now on."""
-        for optimizer in self.optimizers:
-            optimizer.state = self.state
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(map(repr, self.optimizers))})"

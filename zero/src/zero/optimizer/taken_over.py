@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import types
 import weakref
+from collections import defaultdict
 from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -46,7 +47,7 @@ def take_over(optimizer: Optimizer, driver: Boundary) -> None:
 
 def let_go(optimizer: Optimizer) -> None:
     """Take from an optimizer what it has of a model that another one steps from now on."""
-    optimizer.state.clear()
+    optimizer.state = defaultdict(dict)
     for group in optimizer.param_groups:
         group["params"] = []
 

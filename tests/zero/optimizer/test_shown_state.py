@@ -1,0 +1,97 @@
+"""What a program may do with `optimizer.state`: read it, and write into it."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.optim import Optimizer
+
+import zero
+from accelz.conformance.cluster import Clusters, Context
+from tests.zero.helpers.models import fresh, language_loss
+from tests.zero.helpers.training import adamw
+
+
+def drop_a_piece(optimizer: Optimizer) -> None:
+    del optimizer.state[next(iter(optimizer.state))]
+
+
+def replace_a_piece(optimizer: Optimizer) -> None:
+    optimizer.state[next(iter(optimizer.state))] = {}
+
+
+def replace_a_moment(optimizer: Optimizer) -> None:
+    state = next(iter(optimizer.state.values()))
+    state["exp_avg"] = torch.zeros_like(state["exp_avg"])
+
+
+def pop_a_moment(optimizer: Optimizer) -> None:
+    next(iter(optimizer.state.values())).pop("exp_avg")
+
+
+REFUSED: list[Callable[[Optimizer], None]] = [
+    lambda optimizer: optimizer.state.clear(),
+    lambda optimizer: next(iter(optimizer.state.values())).clear(),
+    drop_a_piece,
+    replace_a_piece,
+    replace_a_moment,
+    pop_a_moment,
+]
+
+
+def refused_body(context: Context, stage: int) -> None:
+    """Nothing that is refused changes anything, and moments may be written to in place."""
+    model = fresh()
+    engine = zero.initialize(model, optimizer := adamw(model), zero.Config(timeout=20, stage=stage))
+    engine.backward(language_loss(model, 0, context.rank))
+    engine.step()
+    name, parameter = next(each for each in model.named_parameters() if each[1].requires_grad)
+    before = engine.full_optimizer_state(name)
+    for change in REFUSED:
+        with pytest.raises(zero.UsageError, match=r"engine\.attach"):
+            change(optimizer)
+    with pytest.raises(zero.UsageError, match=r"engine\.full_optimizer_state"):
+        optimizer.state[parameter]
+    assert parameter not in optimizer.state
+    for same in (optimizer.state.copy(), copy.copy(optimizer.state), copy.deepcopy(optimizer.state)):
+        same.clear()
+    for state in optimizer.state.values():
+        copy.deepcopy(state).clear()
+    after = engine.full_optimizer_state(name)
+    assert all(torch.equal(value, after[key]) for key, value in before.items())
+    for state in optimizer.state.values():
+        state["exp_avg"].zero_()
+    assert not engine.full_optimizer_state(name)["exp_avg"].any()
+    engine.backward(language_loss(model, 1, context.rank))
+    kept, optimizer.state = optimizer.state, defaultdict(dict)
+    with pytest.raises(zero.UsageError, match=r"optimizer\.state was replaced"):
+        engine.step()
+    optimizer.state = kept
+    assert engine.step()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_what_would_change_nothing_is_refused(cluster: Clusters, stage: int) -> None:
+    cluster(2).run(refused_body, stage=stage)
+
+
+def own_body(context: Context) -> int:
+    """An optimizer that steps itself makes its state anew."""
+    model = fresh()
+    optimizer = torch.optim.Adagrad([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    engine = zero.initialize(model, optimizer, zero.Config(timeout=20))
+    engine.backward(language_loss(model, 0, context.rank))
+    engine.step()
+    for state in optimizer.state.values():
+        state["marked"] = True
+    piece = next(iter(optimizer.state))
+    optimizer.state[piece] = dict(optimizer.state.pop(piece))
+    return sum(state["marked"] for state in optimizer.state.values())
+
+
+def test_what_an_optimizer_keeps_itself_is_its_own(cluster: Clusters) -> None:
+    assert all(cluster(2).run(own_body))
