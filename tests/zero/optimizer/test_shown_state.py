@@ -59,8 +59,11 @@ def refused_body(context: Context, stage: int) -> None:
     assert parameter not in optimizer.state
     for same in (optimizer.state.copy(), copy.copy(optimizer.state), copy.deepcopy(optimizer.state)):
         same.clear()
-    for state in optimizer.state.values():
+    for piece, state in optimizer.state.items():
         copy.deepcopy(state).clear()
+        for key, value in state.items():
+            state[key] = value.to(value.device)
+        optimizer.state[piece] = state
     after = engine.full_optimizer_state(name)
     assert all(torch.equal(value, after[key]) for key, value in before.items())
     for state in optimizer.state.values():

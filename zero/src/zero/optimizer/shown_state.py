@@ -19,8 +19,9 @@ from zero.sharding.guard import NAME_ATTRIBUTE
 class ShownPiece(dict[str, Any]):
     """The state of a piece that a kernel steps: views of its record. The engine changes it by `update`."""
 
-    def __setitem__(self, key: str, value: Any) -> NoReturn:
-        raise UsageError(_IN_PLACE)
+    def __setitem__(self, key: str, value: Any) -> None:
+        if value is not self.get(key):  # as tensors are that are moved to where they are
+            raise UsageError(_IN_PLACE)
 
     def __delitem__(self, key: str) -> NoReturn:
         raise UsageError(_IN_PLACE)
@@ -51,7 +52,8 @@ class ShownState(defaultdict[Any, dict[str, Any]]):
         return super().__missing__(key)
 
     def __setitem__(self, key: Any, value: dict[str, Any]) -> None:
-        self._check(key)
+        if value is not self.get(key):
+            self._check(key)
         super().__setitem__(key, value)
 
     def __delitem__(self, key: Any) -> None:
