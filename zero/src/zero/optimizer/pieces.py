@@ -39,11 +39,12 @@ def stepped_sub_groups(
 
 def _routes(
     group: FlatGroup, stepping: GroupStepping, communicator: Communicator
-) -> tuple[Routes | None, Group | None]:
-    """Where parameters are stepped whole, their routes and the ranks that these go between."""
+) -> tuple[Routes | None, Group]:
+    """Where parameters are stepped whole, their routes; the ranks that these go between."""
+    ranks = group.mesh.shards
     if stepping.stepped_by is None:
-        return None, None
-    blocks, ranks = Blocks.undivided(group.layout), group.mesh.shards
+        return None, ranks
+    blocks = Blocks.undivided(group.layout)
     if stepping.across:
         blocks = blocks_of(communicator, group, stepping.across)
         ranks = communicator.part(ranks_with_blocks(communicator, group, stepping.across))

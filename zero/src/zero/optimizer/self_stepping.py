@@ -178,7 +178,6 @@ class SelfStepping:
         """Fill `target` with whole parameters from all ranks' parts of them in `values`, times `scale`."""
         routes, ranks = stepped.routes, stepped.ranks
         assert routes is not None
-        assert ranks is not None
         parts = self._exchange.parts(routes, values.dtype)
         with self._alone(), self._room("for the parts of", stepped):
             self._exchange.cut(routes, values, parts)
@@ -273,7 +272,6 @@ class SelfStepping:
         """Send stepped whole parameters back to the ranks' masters."""
         routes, ranks = stepped.routes, stepped.ranks
         assert routes is not None
-        assert ranks is not None
         whole, master = self._whole[stepped], stepped.master
         self._exchange.take_apart(stepped.group.unit, ranks, routes, whole, master)
 

@@ -54,16 +54,16 @@ class SteppedSubGroup:
     """A sub-group of `group` with this rank's pieces.
 
     rule: of the kernel that steps it; None where the user's optimizer does. routes: where pieces are whole
-    parameters, put together for a step; the sub-group is then the whole shard. ranks: that these go between.
-    turns: steps that it took part in. steps: only where a kernel serves, (pieces,) fp32, each piece's own
-    number of steps; beside the record or, if that is on disk, on the host.
+    parameters, put together for a step; the sub-group is then the whole shard. ranks: that these go
+    between. turns: steps that it took part in. steps: only where a kernel serves, (pieces,) fp32, each
+    piece's own number of steps; beside the record or, if that is on disk, on the host.
     """
 
     group: FlatGroup
     sub: SubGroup
     rule: Rule | None
-    routes: Routes | None = None
-    ranks: Group | None = None
+    routes: Routes | None
+    ranks: Group
     pieces: list[SteppedPiece] = field(default_factory=list)
     turns: int = 0
     steps: Tensor = field(init=False)

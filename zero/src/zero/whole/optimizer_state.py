@@ -87,7 +87,6 @@ class OptimizerState:
         all have it. mine: what this one has."""
         communicator, stepped = self._full_parameters.communicator, self._subs_of[group][0]
         if stepped.joins_blocks:
-            assert stepped.ranks is not None
             told = communicator.all_gather_alike([stepped.ranks.rank, mine])  # several may have it: copies
             source, forms = max(told, key=lambda each: len(each[1]))
             return stepped.ranks, source, forms
