@@ -157,7 +157,7 @@ class _Recorder(TorchDispatchMode):
             return self._view(func, args, kwargs, hollow)
         try:
             shape = _on_meta(func, args, kwargs)
-        except (RuntimeError, NotImplementedError):
+        except RuntimeError:
             return self._really(func, args, kwargs, hollow)
         if self._recordable(func, shape, args, kwargs, bool(hollow)):
             return self._record(func, args, kwargs, shape)
@@ -215,7 +215,7 @@ class _Recorder(TorchDispatchMode):
         """Return the recording's number of a tensor's storage; None also for tensors of other kinds."""
         if is_lazy(tensor):
             return None
-        with suppress(RuntimeError, NotImplementedError):
+        with suppress(RuntimeError):
             return self._recording.number(tensor)
         return None
 

@@ -189,7 +189,7 @@ def _storage_of(tensor: Tensor) -> int:
     """Return the address of a tensor's storage object; 0 if it has none, as in torch.func."""
     try:
         return int(tensor.untyped_storage()._cdata)
-    except (RuntimeError, NotImplementedError):
+    except RuntimeError:
         return 0
 
 

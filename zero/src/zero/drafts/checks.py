@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from accelz import Accelerator, AccelzError, KeptBuffer
+from accelz import Accelerator, KeptBuffer
 from zero.communication.communicator import Communicator
 from zero.config.training import DTYPES, Config, dtype_named
 from zero.deferred import deferred_init
@@ -201,7 +201,7 @@ def check_flat_buffers(accelerator: Accelerator, rank: int) -> None:
         buffer.release()
         released = not buffer.materialized
         buffer.materialize()
-    except (AccelzError, RuntimeError) as error:
+    except RuntimeError as error:
         raise ConfigError(f"{cannot}: {error}") from error
     if not (released and buffer.materialized):
         raise ConfigError(cannot)

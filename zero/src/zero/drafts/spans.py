@@ -35,7 +35,7 @@ def _of_tensor(tensor: Tensor) -> Span | None:
                 return None
             begin, size = tensor.data_ptr(), tensor.element_size()
             return _extent(begin, tensor.shape, [step * size for step in tensor.stride()], size)
-    except (RuntimeError, NotImplementedError):  # torch.func, a subclass or the layout gives it none
+    except RuntimeError:  # torch.func, a subclass or the layout gives it none
         return None
 
 

@@ -422,5 +422,5 @@ def _memory_of(tensor: Tensor) -> int:
     """Return the address of a tensor's storage; -1 if torch.func, a subclass or the layout gives it none."""
     try:
         return tensor.untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError):
+    except RuntimeError:
         return -1
