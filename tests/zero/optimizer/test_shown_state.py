@@ -63,7 +63,7 @@ def refused_body(context: Context, stage: int) -> None:
         copy.deepcopy(state).clear()
         for key, value in state.items():
             state[key] = value.to(value.device)
-        optimizer.state[piece] = state
+        optimizer.state[piece] = {key: value.to(value.device) for key, value in state.items()}
     after = engine.full_optimizer_state(name)
     assert all(torch.equal(value, after[key]) for key, value in before.items())
     for state in optimizer.state.values():

@@ -52,9 +52,11 @@ class ShownState(defaultdict[Any, dict[str, Any]]):
         return super().__missing__(key)
 
     def __setitem__(self, key: Any, value: dict[str, Any]) -> None:
-        if value is not self.get(key):
-            self._check(key)
-        super().__setitem__(key, value)
+        shown = self.get(key)
+        if not isinstance(shown, ShownPiece):
+            super().__setitem__(key, value)
+        elif shown.keys() != value.keys() or any(value[name] is not shown[name] for name in shown):
+            raise UsageError(_IN_PLACE)
 
     def __delitem__(self, key: Any) -> None:
         self._check(key)
