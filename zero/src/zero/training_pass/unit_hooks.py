@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.utils.parametrize import ParametrizationList
 
@@ -70,16 +69,10 @@ class UnitHooks(Uncopied):
     def _before(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, Any] | None:
-        if self._pass.in_graph:
-            return None
-        begin = self._gather_before if _dynamo_is_on() else UnitHooks._begin_call
-        return begin(self, (args, kwargs))
+        return None if self._pass.in_graph else self._gather_before(self, (args, kwargs))
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        if self._pass.in_graph:
-            return None
-        end = self._release_after if _dynamo_is_on() else UnitHooks._end_call
-        return end(self, output)
+        return None if self._pass.in_graph else self._release_after(self, output)
 
     def _begin_call(self, inputs: tuple[Any, Any]) -> tuple[Any, Any]:
         """Gather the unit; return the inputs for its forward."""
@@ -222,11 +215,6 @@ class UnitHooks(Uncopied):
         inside = {module for hooked in self.unit.hooked_modules for module in hooked.modules()}
         part = next((module for module in modules_called() if module in inside), None)
         return None if part in self._hooked else part
-
-
-def _dynamo_is_on() -> bool:
-    """Whether dynamo traces what is called here, or may."""
-    return torch.compiler.is_dynamo_compiling() or get_eval_frame_callback() is not None
 
 
 @cache
