@@ -332,10 +332,12 @@ def test_a_callers_containers_are_handed_on(cluster: Clusters) -> None:
 
 
 def first_inference_body(context: Context, **settings: Any) -> bool:
-    """A validation in inference mode comes before any training."""
+    """Inference mode comes before any training: the engine is made in it, and so is a validation."""
     model, device = Critic(), context.accelerator.device
     config = zero.Config(timeout=20, **settings)
-    engine = zero.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), config)
+    with torch.inference_mode():
+        engine = zero.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), config)
+        engine.attach(torch.optim.SGD(model.parameters(), lr=0.1))
     with torch.autocast(device.type, torch.bfloat16, enabled=not settings):
         with torch.inference_mode():
             engine(batch(0, device))

@@ -31,6 +31,7 @@ from zero.pretrained import Request, fill_engine
 from zero.sharding.distributed import as_distributed
 from zero.sharding.lifetime import weakly
 from zero.sharding.state_entries import Selection
+from zero.tiers.values import lasting
 from zero.training_pass.boundary import Boundary
 from zero.whole import model_state
 from zero.whole.optimizer_state import OptimizerState
@@ -158,6 +159,7 @@ class Engine:
         self._boundary.step(self.optimizer, keep=False)
         return True
 
+    @lasting()
     def attach(self, optimizer: Optimizer | Sequence[Optimizer]) -> None:
         """Train with an optimizer, or a list of them, made from `model.parameters()` after zero.initialize.
 

@@ -48,10 +48,12 @@ from zero.sharding.local import apart_of
 from zero.sharding.parts import as_model
 from zero.tiers.room import room_for
 from zero.tiers.stores import Stores
+from zero.tiers.values import lasting
 from zero.warning import Held, held_back, warn
 from zero.whole.full_parameters import spread_buffer
 
 
+@lasting()
 def initialize(
     model: nn.Module | Sequence[nn.Module],
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
