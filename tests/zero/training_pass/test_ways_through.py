@@ -332,7 +332,7 @@ def test_a_callers_containers_are_handed_on(cluster: Clusters) -> None:
 
 
 def first_inference_body(context: Context, **settings: Any) -> bool:
-    """Inference mode comes before any training: the engine is made in it, and so is a validation."""
+    """In inference mode an engine is made, validates before any training, and runs a backward."""
     model, device = Critic(), context.accelerator.device
     config = zero.Config(timeout=20, **settings)
     with torch.inference_mode():
@@ -342,7 +342,8 @@ def first_inference_body(context: Context, **settings: Any) -> bool:
         with torch.inference_mode():
             engine(batch(0, device))
         loss = engine(batch(0, device)).float().mean()
-    engine.backward(loss)
+    with torch.inference_mode():
+        loss.backward()
     return engine.step()
 
 

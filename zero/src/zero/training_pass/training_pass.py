@@ -409,7 +409,8 @@ class TrainingPass(Uncopied):
         later."""
         if torch._C._functorch.peek_interpreter_stack() is not None:
             return False
-        with torch._C.DisableTorchFunctionSubclass():
+        finding = torch.inference_mode(False)  # in which parameters have no nodes
+        with torch._C.DisableTorchFunctionSubclass(), finding:
             trainable = (group for unit in self.units for group in unit.groups if group.trainable)
             parameters = [p for group in trainable for p in group.parameters if p.requires_grad]
             nodes = (get_gradient_edge(parameter).node for parameter in parameters)
