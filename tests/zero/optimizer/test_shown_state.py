@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
-from tests.zero.helpers.models import fresh, language_loss
+from tests.zero.helpers.models import features, fresh, language_loss
 from tests.zero.helpers.training import adamw
 
 
@@ -80,6 +80,30 @@ def refused_body(context: Context, stage: int) -> None:
 @pytest.mark.parametrize("stage", [0, 3])
 def test_what_would_change_nothing_is_refused(cluster: Clusters, stage: int) -> None:
     cluster(2).run(refused_body, stage=stage)
+
+
+def one_parameters_body(context: Context) -> list[float]:
+    """The differences from torch, where one parameter of those that a kernel steps begins anew."""
+    torch.manual_seed(0)
+    plain = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Linear(6, 6)).to(context.accelerator.device)
+    model = copy.deepcopy(plain)
+    steps = [torch.optim.AdamW(each.parameters(), lr=0.1, betas=(0.5, 0.9)) for each in (plain, model)]
+    zero.initialize(model, steps[1], zero.Config(timeout=20, stage=0))
+    for step in range(4):
+        for each, optimizer in zip((plain, model), steps, strict=True):
+            if step == 2:
+                for value in optimizer.state[optimizer.param_groups[0]["params"][0]].values():
+                    value.zero_()
+            each(features(step, 0, each, width=6)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    pairs = zip(plain.parameters(), model.parameters(), strict=True)
+    return [float((expected - got).abs().max()) for expected, got in pairs]
+
+
+def test_one_parameter_may_begin_anew(cluster: Clusters) -> None:
+    (differences,) = cluster(1).run(one_parameters_body)
+    assert max(differences) < 1e-6
 
 
 def own_body(context: Context) -> int:

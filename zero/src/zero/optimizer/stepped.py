@@ -68,6 +68,7 @@ class SteppedSubGroup:
     turns: int = 0
     steps: Tensor = field(init=False)
     _runs: tuple[tuple[int, ...], list[tuple[int, slice]]] | None = field(default=None, init=False)
+    _counted: int | None = field(default=None, init=False)  # version of `steps` after the last step
 
     @property
     def numel(self) -> int:
@@ -119,7 +120,9 @@ class SteppedSubGroup:
         return frozenset(piece.piece.index for piece in self.pieces)
 
     def remember(self, missed: tuple[int, ...]) -> None:
-        """Note a step in which the `missed` pieces had no gradient: their counts are behind from now on."""
+        """Note a step, counted in `steps`, in which the `missed` pieces had no gradient: their counts are
+        behind from now on."""
+        self._counted = self.steps._version
         self.turns += 1
         for piece in [self.pieces[index] for index in missed]:
             self._set_history(piece, (piece.history, self.turns))
@@ -136,8 +139,12 @@ class SteppedSubGroup:
     def runs(self, missed: tuple[int, ...]) -> list[tuple[int, slice]]:
         """The longest stretches of the sub-group that one kernel call can step, each with its first piece:
         their pieces are alike in param group and history. missed: pieces without a gradient, which lie in no
-        stretch.
+        stretch. Step counts that somebody has written since the last step are read, which waits for them.
         """
+        if self._counted not in (None, self.steps._version):
+            self._counted = self.steps._version
+            for piece, steps in zip(self.pieces, self.steps.tolist(), strict=True):
+                self.take_steps(piece, steps)
         if self._runs is None or self._runs[0] != missed:  # a step has mostly those of the one before
             self._runs = missed, list(self._find_runs(missed))
         return self._runs[1]
