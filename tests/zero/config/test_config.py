@@ -97,6 +97,11 @@ def on_meta() -> nn.Module:
         return nn.Linear(3, 3)
 
 
+def in_inference_mode() -> nn.Module:
+    with torch.inference_mode():
+        return nn.Linear(2, 2)
+
+
 def complex_valued() -> nn.Module:
     return nn.Linear(3, 3, dtype=torch.complex64)
 
@@ -146,6 +151,7 @@ def bad_input_body(context: Context) -> dict[str, str]:
         "lazy": (lazy(), torch.optim.SGD(any_parameter, lr=1), config),
         "TorchScript": (scripted(), torch.optim.SGD(any_parameter, lr=1), config),
         "meta": (on_meta(), torch.optim.SGD(any_parameter, lr=1), config),
+        "inference": ((m := in_inference_mode()), adamw(m), config),
         "complex": (complex_valued(), torch.optim.SGD(any_parameter, lr=1), config),
         "wrapped": ((m := nn.DataParallel(whole())), adamw(m), config),
         "overlap": (overlapping(), torch.optim.SGD(any_parameter, lr=1), config),
@@ -204,6 +210,7 @@ EXPECTED = {
     "lazy": "ModelError: parameter '1.weight' is lazy",
     "TorchScript": "ModelError: module '0' is TorchScript",
     "meta": "ModelError: parameter 'weight' is on the meta device",
+    "inference": "ModelError: parameter 'weight' was made in torch.inference_mode()",
     "complex": "ModelError: parameter 'weight' is torch.complex64",
     "wrapped": "ModelError: the model is wrapped in DataParallel",
     "overlap": "ModelError: parameters '0.weight' and '1.weight' are different Parameter objects",

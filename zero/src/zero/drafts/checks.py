@@ -431,6 +431,11 @@ def _check_parameter(name: str, parameter: nn.Parameter, shapes_only: bool) -> N
                 "the model anew, and load engine.state_dict() or a checkpoint into it"
             )
         return
+    if parameter.is_inference():
+        raise ModelError(
+            f"parameter {name!r} was made in torch.inference_mode(), so it cannot be trained, nor its values "
+            "replaced: build the model outside of it; torch.no_grad() may stay"
+        )
     if parameter.is_meta and not shapes_only:
         raise ModelError(
             f"parameter {name!r} is on the meta device and has no values; build the model under "
