@@ -12,6 +12,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -33,6 +34,7 @@ from zero.observe import (
     TensorBoard,
     WeightsAndBiases,
 )
+from zero.report.records import read
 
 HIGHEST_SCALE = 2.0**24
 
@@ -100,6 +102,21 @@ def test_a_writer_without_its_library_says_what_to_install(
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(zero.UsageError, match=rf"pip install 'accelz-zero\[{extra}\]'"):
         make()
+
+
+def odd_body(context: Context, path: str) -> None:
+    model = fresh()
+    engine = zero.initialize(model, adamw(model), zero.Config(timeout=20))
+    with engine.observe(JsonLines(path)):
+        engine.backward(language_loss(model, 0, context.rank))
+        engine.log(flag=True, small=np.float32(0.5), count=np.int64(3), far=float("inf"))
+        engine.step()
+
+
+def test_numbers_of_any_type_are_written_and_read_again(cluster: Clusters, tmp_path: Path) -> None:
+    cluster(1).run(odd_body, path=str(tmp_path / "run.jsonl"))
+    (step,) = read(tmp_path / "run.jsonl").steps
+    assert [step[name] for name in ("flag", "small", "count", "far")] == [1.0, 0.5, 3.0, None]
 
 
 def resume(training: Training, context: Context, path: str) -> list[Recorder]:

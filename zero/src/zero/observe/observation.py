@@ -132,9 +132,8 @@ class Observation:
         if self.observers:
             into = self._logged if self._over is None else self._over.logged
             for name, value in values.items():
-                into.setdefault(name, []).append(
-                    value.detach().clone() if isinstance(value, Tensor) else value
-                )
+                kept = value.detach().clone() if isinstance(value, Tensor) else float(value)
+                into.setdefault(name, []).append(kept)
 
     def load(self, steps: int) -> None:
         """A checkpoint has been loaded, and the engine has taken this many steps now."""
