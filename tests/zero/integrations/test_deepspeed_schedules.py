@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
 import pytest
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import ConstantLR, LRScheduler, SequentialLR
 
 import zero
 from tests.zero.helpers.deepspeed_schedules import (
@@ -71,6 +72,19 @@ def test_what_is_configured_counts_when_a_schedule_goes_on_not_what_was_saved() 
     longer.optimizer.step()
     longer.step()
     assert longer.get_last_lr() == pytest.approx([0.001 * 0.992] * 2)
+
+
+@pytest.mark.parametrize("make", [partial(ours.WarmupLR), partial(ours.WarmupCosineLR, total_num_steps=1000)])
+def test_a_schedule_that_follows_another_scheduler_has_the_optimizers_own_rates(make: Any) -> None:
+    """The first one has set the rates of the param_groups already when the second is made."""
+    each = optimizer()
+    own = [group["lr"] for group in each.param_groups]
+    schedulers = [ConstantLR(each, factor=0.1, total_iters=3), make(each, warmup_num_steps=10)]
+    both = SequentialLR(each, schedulers, [3])
+    for _ in range(14):
+        each.step()
+        both.step()
+    assert [group["lr"] for group in each.param_groups] == pytest.approx(own, rel=1e-4)
 
 
 def test_what_a_schedule_refuses() -> None:

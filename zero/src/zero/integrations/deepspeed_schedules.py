@@ -184,9 +184,9 @@ def OneCycle(
 
 
 def _each(optimizer: Optimizer, name: str, given: Rates | None) -> list[float]:
-    """One value for each of the param_groups; None: their rates."""
+    """One value for each of the param_groups; None: their rates, as they were before other schedulers."""
     groups = optimizer.param_groups
-    values = [group["lr"] for group in groups] if given is None else given
+    values = [group.get("initial_lr", group["lr"]) for group in groups] if given is None else given
     values = [values] * len(groups) if isinstance(values, int | float) else values
     if len(values) != len(groups):
         raise ConfigError(f"{name} has {len(values)} values, but the optimizer {len(groups)} param_groups")
