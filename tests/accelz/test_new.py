@@ -167,7 +167,7 @@ def test_what_is_written_is_formatted_linted_and_typed(tmp_path: Path) -> None:
     for command in (
         ("ruff", "format", "--diff", *isolated, "."),
         ("ruff", "check", *isolated, "--select", "E,F,I,B,UP,RUF", "."),
-        ("mypy", "--strict", *(f"accelz_{name}/src" for name in VARIANTS)),
+        ("mypy", "--strict", "--show-traceback", *(f"accelz_{name}/src" for name in VARIANTS)),
     ):
         done = subprocess.run(
             [BIN / command[0], *command[1:]], cwd=tmp_path, capture_output=True, text=True, check=False

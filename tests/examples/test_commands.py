@@ -10,6 +10,7 @@ import re
 import runpy
 import shlex
 import subprocess
+import sys
 import tomllib
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -154,7 +155,8 @@ def python(line: Line) -> None:
         takes(benchmarks, line, line.words[3:])
     elif line.words[1] == "-m":
         module = ROOT / line.words[2].replace(".", "/")
-        assert module.with_suffix(".py").exists() or (module / "__main__.py").exists(), line
+        ours = module.with_suffix(".py").exists() or (module / "__main__.py").exists()
+        assert ours or line.words[2] in sys.stdlib_module_names, line
 
 
 def torchrun(line: Line) -> None:

@@ -145,7 +145,7 @@ def one_parameters_body(context: Context) -> list[float]:
     plain = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Linear(6, 6)).to(context.accelerator.device)
     model = copy.deepcopy(plain)
     steps = [torch.optim.AdamW(each.parameters(), lr=0.1, betas=(0.5, 0.9)) for each in (plain, model)]
-    zero.initialize(model, steps[1], zero.Config(timeout=20, stage=0))
+    engine = zero.initialize(model, steps[1], zero.Config(timeout=20, stage=0))
     for step in range(4):
         for each, optimizer in zip((plain, model), steps, strict=True):
             if step == 2:
@@ -154,6 +154,7 @@ def one_parameters_body(context: Context) -> list[float]:
             each(features(step, 0, each, width=6)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
+    assert engine.steps == 4
     pairs = zip(plain.parameters(), model.parameters(), strict=True)
     return [float((expected - got).abs().max()) for expected, got in pairs]
 
