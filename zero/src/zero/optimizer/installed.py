@@ -11,12 +11,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from accelz import HOST
-from zero.errors import UsageError
 from zero.optimizer.joint import members, parameters_of
 from zero.optimizer.kernel_rules import Rule
 from zero.optimizer.piece_state import moved, tensors_beside
 from zero.optimizer.pieces import shaped, show, sliced, state_here
-from zero.optimizer.shown_state import REPLACED, ShownPiece, ShownState
+from zero.optimizer.shown_state import ShownPiece, ShownState
 from zero.optimizer.stepped import SteppedPiece, SteppedSubGroup
 from zero.sharding.flat_group import FlatGroup
 from zero.tiers.coded import Coded
@@ -66,10 +65,10 @@ class InstalledPieces:
     def _all(self) -> Iterable[Optimizer]:
         return {self._optimizer, *members(self._optimizer)}
 
-    def check_state(self) -> None:
-        """Raise UsageError unless the optimizers still keep their state where `install` put it."""
-        if any(optimizer.state is not self._state for optimizer in self._all()):
-            raise UsageError(REPLACED)
+    @property
+    def has_state(self) -> bool:
+        """Whether the optimizers still keep their state where `install` put it."""
+        return all(optimizer.state is self._state for optimizer in self._all())
 
     @property
     def complete(self) -> bool:
@@ -115,13 +114,13 @@ class InstalledPieces:
         """Make the state of the pieces views of the record and the count. rule: of the kernel."""
         for index, piece in enumerate(stepped.pieces):
             state = _views(stepped, index, rule)
-            self._state.setdefault(piece.parameter, ShownPiece(state, {})).update(state)
+            self._state.setdefault(piece.parameter, ShownPiece()).update(state)
 
     def state_beside_on(self, stepped: SteppedSubGroup, device: torch.device) -> PieceStates:
         """What the optimizer itself keeps of the sub-group's pieces, copied to `device` where that is another
         memory; for `take_state_beside`."""
         pieces = stepped.pieces if stepped.rule is None else ()
-        states = ((piece, self._state.get(piece.parameter, {})) for piece in pieces)
+        states = ((piece, self._optimizer.state.get(piece.parameter, {})) for piece in pieces)
         return [
             (piece, {key: moved(key, value, piece.parameter, device) for key, value in state.items()})
             for piece, state in states
@@ -130,13 +129,13 @@ class InstalledPieces:
 
     def take_state_beside(self, states: PieceStates) -> None:
         for piece, state in states:
-            self._state[piece.parameter].update(state)
+            self._optimizer.state[piece.parameter].update(state)
 
     def state_beside(self, subs: Iterable[SteppedSubGroup]) -> Iterator[Tensor]:
         """What the optimizer itself keeps beside the pieces of these sub-groups."""
         for stepped in subs:
             for piece in stepped.pieces if stepped.rule is None else ():
-                yield from tensors_beside(self._state.get(piece.parameter, {}), piece.parameter)
+                yield from tensors_beside(self._optimizer.state.get(piece.parameter, {}), piece.parameter)
 
 
 def _views(stepped: SteppedSubGroup, index: int, rule: Rule) -> dict[str, Any]:

@@ -7,8 +7,8 @@ parameter of the model, of which the optimizer has pieces.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NoReturn
 
 from torch import Tensor
 
@@ -17,39 +17,23 @@ from zero.sharding.guard import NAME_ATTRIBUTE
 
 
 class ShownPiece(dict[str, Any]):
-    """The state of a piece that a kernel steps.
-
-    names: of what is shown, views of its record, which the engine changes by `update`. What else a program
-    keeps here, as wrappers of optimizers do, is its own.
-    """
-
-    def __init__(self, names: Iterable[str], state: Mapping[str, Any]) -> None:
-        super().__init__(state)
-        self.names = frozenset(names)
+    """The state of a piece that a kernel steps: views of its record. The engine changes it by `update`."""
 
     def __setitem__(self, key: str, value: Any) -> None:
         if value is not self.get(key):  # as tensors are that are moved to where they are
-            self._check(key)
-        super().__setitem__(key, value)
+            raise UsageError(_IN_PLACE)
 
-    def __delitem__(self, key: str) -> None:
-        self._check(key)
-        super().__delitem__(key)
+    def __delitem__(self, key: str) -> NoReturn:
+        raise UsageError(_IN_PLACE)
 
-    def clear(self) -> None:
-        self._check(*self)
-        super().clear()
+    def clear(self) -> NoReturn:
+        raise UsageError(_IN_PLACE)
 
-    def pop(self, key: str, *default: Any) -> Any:
-        self._check(key)
-        return super().pop(key, *default)
+    def pop(self, *_: Any) -> NoReturn:
+        raise UsageError(_IN_PLACE)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (dict(self),)  # of a copy, also one in a file
-
-    def _check(self, *keys: str) -> None:
-        if not self.names.isdisjoint(keys):
-            raise UsageError(_IN_PLACE)
 
 
 class ShownState(defaultdict[Any, dict[str, Any]]):
@@ -69,11 +53,10 @@ class ShownState(defaultdict[Any, dict[str, Any]]):
 
     def __setitem__(self, key: Any, value: dict[str, Any]) -> None:
         shown = self.get(key)
-        if isinstance(shown, ShownPiece):
-            if any(value.get(name) is not shown[name] for name in shown.names):
-                raise UsageError(_IN_PLACE)
-            value = ShownPiece(shown.names, value)
-        super().__setitem__(key, value)
+        if not isinstance(shown, ShownPiece):
+            super().__setitem__(key, value)
+        elif shown.keys() != value.keys() or any(value[name] is not shown[name] for name in shown):
+            raise UsageError(_IN_PLACE)
 
     def __delitem__(self, key: Any) -> None:
         self._check(key)
@@ -97,8 +80,7 @@ class ShownState(defaultdict[Any, dict[str, Any]]):
         return defaultdict, (dict,), None, None, iter(self.items())
 
     def _check(self, key: Any) -> None:
-        shown = self.get(key)
-        if isinstance(shown, ShownPiece) and shown.names:
+        if isinstance(self.get(key), ShownPiece):
             raise UsageError(_IN_PLACE)
 
 
@@ -111,9 +93,7 @@ _IN_PLACE = (
     f"write into its tensors, as in state['exp_avg'].zero_(). {_ANEW}"
 )
 REPLACED = (
-    "optimizer.state was replaced after zero.initialize, and the engine neither steps nor saves what is "
-    "there now. Where the optimizer steps itself, optimizer.state.clear() lets it begin anew; what a kernel "
-    "steps is changed in place, as in state['exp_avg'].zero_(), or begins anew with engine.attach(optimizer)"
+    f"optimizer.state was replaced after zero.initialize, which changes nothing that is stepped. {_ANEW}"
 )
 _OF_THE_MODEL = (
     "optimizer.state has nothing of parameter {!r} of the model: it is kept for pieces of parameters, which "
