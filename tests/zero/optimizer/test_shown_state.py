@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -43,7 +44,11 @@ REFUSED: list[Callable[[Optimizer], None]] = [
 ]
 
 
-def refused_body(context: Context, stage: int) -> None:
+def replace_all(optimizer: Optimizer) -> None:
+    optimizer.state = defaultdict(dict)
+
+
+def refused_body(context: Context, stage: int, folder: str) -> None:
     """Nothing that is refused changes anything, and moments may be written to in place."""
     model = fresh()
     engine = zero.initialize(model, optimizer := adamw(model), zero.Config(timeout=20, stage=stage))
@@ -54,6 +59,10 @@ def refused_body(context: Context, stage: int) -> None:
     for change in REFUSED:
         with pytest.raises(zero.UsageError, match=r"engine\.attach"):
             change(optimizer)
+    state = next(iter(optimizer.state.values()))
+    with pytest.raises(zero.UsageError, match=r"'slow' with it.*dictionary of your own"):
+        state["slow"] = torch.zeros(1)
+    assert state.pop("slow", None) is None
     with pytest.raises(zero.UsageError, match=r"engine\.full_optimizer_state"):
         optimizer.state[parameter]
     assert parameter not in optimizer.state
@@ -70,16 +79,38 @@ def refused_body(context: Context, stage: int) -> None:
         state["exp_avg"].zero_()
     assert not engine.full_optimizer_state(name)["exp_avg"].any()
     engine.backward(language_loss(model, 1, context.rank))
-    kept, optimizer.state = optimizer.state, defaultdict(dict)
+    kept = optimizer.state
+    replace_all(optimizer)
     with pytest.raises(zero.UsageError, match=r"optimizer\.state was replaced"):
         engine.step()
     optimizer.state = kept
     assert engine.step()
+    engine.save_checkpoint(folder)
+    replace_all(optimizer)
+    for call in (engine.save_checkpoint, engine.load_checkpoint):
+        with pytest.raises(zero.UsageError, match=r"optimizer\.state was replaced"):
+            call(folder)
+    with pytest.raises(zero.UsageError, match=r"optimizer\.state was replaced"):
+        engine.full_optimizer_state(name)
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_what_would_change_nothing_is_refused(cluster: Clusters, stage: int) -> None:
-    cluster(2).run(refused_body, stage=stage)
+def test_what_would_change_nothing_is_refused(cluster: Clusters, stage: int, tmp_path: Path) -> None:
+    cluster(2).run(refused_body, stage=stage, folder=str(tmp_path))
+
+
+def nothing_body(context: Context) -> None:
+    """A kernel that keeps nothing shows nothing that could be lost."""
+    model = fresh()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    engine = zero.initialize(model, optimizer := torch.optim.SGD(trained, lr=0.1), zero.Config(timeout=20))
+    engine.backward(language_loss(model, 0, context.rank))
+    optimizer.state.clear()
+    assert engine.step()
+
+
+def test_state_that_is_empty_may_be_cleared(cluster: Clusters) -> None:
+    cluster(2).run(nothing_body)
 
 
 def one_parameters_body(context: Context) -> list[float]:
@@ -123,3 +154,44 @@ def own_body(context: Context) -> int:
 
 def test_what_an_optimizer_keeps_itself_is_its_own(cluster: Clusters) -> None:
     assert all(cluster(2).run(own_body))
+
+
+class Averaging(Optimizer):
+    """Wraps another optimizer, with whose state its own is one object."""
+
+    def __init__(self, base: Optimizer) -> None:
+        super().__init__(base.param_groups, base.defaults)
+        self.base, self.param_groups, self.state = base, base.param_groups, base.state
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        self.base.step()
+        for group in self.param_groups:
+            for piece in group["params"]:
+                state = self.state[piece]
+                state["average"] = state.get("average", torch.zeros_like(piece)).lerp(piece, 0.1)
+
+
+def wrapped_body(context: Context, folder: str) -> None:
+    """What the wrapped optimizer keeps is seen and saved, and a program may give it new state."""
+    model = fresh()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    base = torch.optim.RAdam(trained, lr=0.01)
+    engine = zero.initialize(model, optimizer := Averaging(base), zero.Config(timeout=20))
+
+    def one_step() -> dict[str, torch.Tensor]:
+        engine.backward(language_loss(model, 0, context.rank))
+        engine.step()
+        return engine.full_optimizer_state("gain")
+
+    saved = [one_step(), one_step()][-1]
+    assert saved.keys() == {"step", "exp_avg", "exp_avg_sq", "average"}
+    engine.save_checkpoint(folder)
+    optimizer.state = base.state = defaultdict(dict)
+    assert one_step()["step"] == 1
+    engine.load_checkpoint(folder)
+    assert all(torch.equal(value, saved[key]) for key, value in engine.full_optimizer_state("gain").items())
+
+
+def test_state_that_a_wrapper_shares_stays_shared(cluster: Clusters, tmp_path: Path) -> None:
+    cluster(2).run(wrapped_body, folder=str(tmp_path))

@@ -397,6 +397,7 @@ class Engine:
         Raises UsageError after an optimizer step or a load that was interrupted.
         """
         self._integrity.check_complete()
+        self._integrity.check_state()
         return OptimizerState(self._full_parameters, self._boundary.optimizer).of(name)
 
     @explained
@@ -462,6 +463,7 @@ class Engine:
         """
         self._pass.check_not_in_use("load_checkpoint")
         self._integrity.check_own("load_checkpoint")
+        self._integrity.check_state()
         self._check_model()
         if not strict:  # what the checkpoint does not have stays as it is
             self._integrity.check_refreshed()
@@ -683,6 +685,7 @@ class Engine:
         """Check that there is something whole to save."""
         self._check_whole()
         self._integrity.check_own("save_checkpoint")
+        self._integrity.check_state()
         if self._pass.backwards:
             raise UsageError(
                 "save_checkpoint() was called between the micro-batches of an optimizer step, whose "

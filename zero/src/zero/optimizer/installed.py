@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from accelz import HOST
+from zero.errors import UsageError
 from zero.optimizer.joint import members, parameters_of
 from zero.optimizer.kernel_rules import Rule
 from zero.optimizer.piece_state import moved, tensors_beside
 from zero.optimizer.pieces import shaped, show, sliced, state_here
-from zero.optimizer.shown_state import ShownPiece, ShownState
+from zero.optimizer.shown_state import REPLACED, ShownPiece, ShownState
 from zero.optimizer.stepped import SteppedPiece, SteppedSubGroup
 from zero.sharding.flat_group import FlatGroup
 from zero.tiers.coded import Coded
@@ -37,6 +38,7 @@ class InstalledPieces:
         self._subs = [stepped for subs in subs_of.values() for stepped in subs]
         self._versions: dict[SteppedSubGroup, list[int]] = {}
         self._lengths: list[int] = []
+        self._shared: ShownState | None = None
         self.moved: Callable[[], Callable[[], None] | None] = lambda: None
 
     def install(self) -> None:
@@ -44,16 +46,18 @@ class InstalledPieces:
         lists: list[list[nn.Parameter]] = [[] for _ in self._optimizer.param_groups]
         initial = dict(self._optimizer.state)  # some optimizers have state before their first step
         initial = {parameter: state_here(state, parameter) for parameter, state in initial.items()}
-        pieces = [piece.parameter for stepped in self._subs for piece in stepped.pieces]
-        self._state = ShownState(pieces)
-        for optimizer in self._all():
-            optimizer.state = self._state
+        if len(self._all()) > 1 or any(stepped.rule is not None for stepped in self._subs):
+            self._shared = ShownState(piece.parameter for stepped in self._subs for piece in stepped.pieces)
+            for optimizer in self._all():
+                optimizer.state = self._shared
+        else:
+            self._optimizer.state.clear()  # it may be that of an optimizer which this one wraps
         for stepped in self._subs:
             for piece in stepped.pieces:
                 lists[piece.param_group].append(piece.parameter)
                 original = stepped.group.parameters[piece.piece.index]
                 if original in initial:
-                    self._state[piece.parameter] = sliced(initial[original], stepped, piece.piece)
+                    self._optimizer.state[piece.parameter] = sliced(initial[original], stepped, piece.piece)
         for group, parameters in zip(self._optimizer.param_groups, lists, strict=True):
             group["params"] = parameters
         for optimizer in members(self._optimizer):  # a rank may have no part of what it steps
@@ -62,13 +66,13 @@ class InstalledPieces:
         self._lengths = self._group_lengths()
         self.snapshot()
 
-    def _all(self) -> Iterable[Optimizer]:
+    def _all(self) -> set[Optimizer]:
         return {self._optimizer, *members(self._optimizer)}
 
-    @property
-    def has_state(self) -> bool:
-        """Whether the optimizers still keep their state where `install` put it."""
-        return all(optimizer.state is self._state for optimizer in self._all())
+    def check_state(self) -> None:
+        """Raise UsageError if optimizers no longer keep their state where others, or the engine, do too."""
+        if self._shared is not None and any(each.state is not self._shared for each in self._all()):
+            raise UsageError(REPLACED)
 
     @property
     def complete(self) -> bool:
@@ -112,9 +116,10 @@ class InstalledPieces:
 
     def show_state(self, stepped: SteppedSubGroup, rule: Rule) -> None:
         """Make the state of the pieces views of the record and the count. rule: of the kernel."""
+        assert self._shared is not None
         for index, piece in enumerate(stepped.pieces):
             state = _views(stepped, index, rule)
-            self._state.setdefault(piece.parameter, ShownPiece()).update(state)
+            self._shared.setdefault(piece.parameter, ShownPiece()).update(state)
 
     def state_beside_on(self, stepped: SteppedSubGroup, device: torch.device) -> PieceStates:
         """What the optimizer itself keeps of the sub-group's pieces, copied to `device` where that is another

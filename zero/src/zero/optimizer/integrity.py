@@ -73,6 +73,10 @@ class Integrity:
         if self.state_offload.away:
             raise UsageError("the model's state is on the host: call engine.reload_states() first")
 
+    def check_state(self) -> None:
+        """Raise UsageError if `optimizer.state` is no longer what the engine steps, saves and loads."""
+        self.optimizer.installed.check_state()
+
     def check_refreshed(self) -> None:
         """Raise UsageError if the optimizer's values were changed in place and the weights lack the change.
 
@@ -118,6 +122,7 @@ class Integrity:
         Warns of weights that were changed in place, which the step undoes.
         """
         self.check_own("step")
+        self.check_state()
         self.optimizer.check_groups()
         self._parameter_checks.warn_of_changes()
 

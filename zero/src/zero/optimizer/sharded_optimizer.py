@@ -34,7 +34,6 @@ from zero.optimizer.kernel_rules import Rule, is_wrapped, rule_for
 from zero.optimizer.pieces import stepped_sub_groups
 from zero.optimizer.record_streamer import RecordStreamer
 from zero.optimizer.self_stepping import SelfStepping
-from zero.optimizer.shown_state import REPLACED
 from zero.optimizer.stepped import StepGradients, SteppedSubGroup, Turn
 from zero.optimizer.stepping import GroupStepping
 from zero.ranges import ranged
@@ -222,14 +221,12 @@ class ShardedOptimizer:
 
     def check_groups(self) -> None:
         """Raise OptimizerError if param_groups have gained or lost parameters since the engine took them
-        over, or have got options that their kernels lack; UsageError if the state was replaced."""
+        over, or have got options that their kernels lack."""
         if not self.installed.complete:
             raise OptimizerError(
                 "the optimizer's param_groups have different parameters than at zero.initialize; give it all "
                 "parameters before that, and change only hyper-parameters later"
             )
-        if not self.installed.has_state:
-            raise UsageError(REPLACED)
         for index in self._rules:
             self.check_options(index, self.optimizer.param_groups[index])
 

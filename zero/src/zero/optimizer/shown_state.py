@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import Any, NoReturn
+from typing import Any
 
 from torch import Tensor
 
@@ -21,16 +21,19 @@ class ShownPiece(dict[str, Any]):
 
     def __setitem__(self, key: str, value: Any) -> None:
         if value is not self.get(key):  # as tensors are that are moved to where they are
+            raise UsageError(_IN_PLACE if key in self else _BESIDE.format(key))
+
+    def __delitem__(self, key: str) -> None:
+        self.pop(key)
+
+    def clear(self) -> None:
+        if self:
             raise UsageError(_IN_PLACE)
 
-    def __delitem__(self, key: str) -> NoReturn:
-        raise UsageError(_IN_PLACE)
-
-    def clear(self) -> NoReturn:
-        raise UsageError(_IN_PLACE)
-
-    def pop(self, *_: Any) -> NoReturn:
-        raise UsageError(_IN_PLACE)
+    def pop(self, key: str, *default: Any) -> Any:
+        if key in self:
+            raise UsageError(_IN_PLACE)
+        return super().pop(key, *default)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (dict(self),)  # of a copy, also one in a file
@@ -80,7 +83,8 @@ class ShownState(defaultdict[Any, dict[str, Any]]):
         return defaultdict, (dict,), None, None, iter(self.items())
 
     def _check(self, key: Any) -> None:
-        if isinstance(self.get(key), ShownPiece):
+        shown = self.get(key)
+        if shown and isinstance(shown, ShownPiece):
             raise UsageError(_IN_PLACE)
 
 
@@ -92,8 +96,14 @@ _IN_PLACE = (
     "optimizer.state shows what the engine steps, and to drop or replace a part of it would change nothing: "
     f"write into its tensors, as in state['exp_avg'].zero_(). {_ANEW}"
 )
+_BESIDE = (
+    "optimizer.state has what a kernel steps, and the engine would neither move {0!r} with it nor load it "
+    "from a checkpoint: keep it in a dictionary of your own, by the pieces in optimizer.param_groups"
+)
 REPLACED = (
-    f"optimizer.state was replaced after zero.initialize, which changes nothing that is stepped. {_ANEW}"
+    "optimizer.state was replaced after zero.initialize, and the engine neither steps nor saves what is "
+    "there now. What a kernel steps is changed in place, as in state['exp_avg'].zero_(); of several "
+    f"optimizers, those that step themselves lose state by `del optimizer.state[piece]`. {_ANEW}"
 )
 _OF_THE_MODEL = (
     "optimizer.state has nothing of parameter {!r} of the model: it is kept for pieces of parameters, which "

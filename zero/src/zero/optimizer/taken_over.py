@@ -18,6 +18,7 @@ import torch
 from torch.optim import Optimizer
 
 from zero.errors import OptimizerError, UsageError
+from zero.optimizer.shown_state import ShownState
 
 if TYPE_CHECKING:
     from zero.training_pass.boundary import Boundary
@@ -47,7 +48,9 @@ def take_over(optimizer: Optimizer, driver: Boundary) -> None:
 
 def let_go(optimizer: Optimizer) -> None:
     """Take from an optimizer what it has of a model that another one steps from now on."""
-    optimizer.state = defaultdict(dict)
+    if isinstance(optimizer.state, ShownState):
+        optimizer.state = defaultdict(dict)
+    optimizer.state.clear()
     for group in optimizer.param_groups:
         group["params"] = []
 
