@@ -132,6 +132,13 @@ def frozen() -> nn.Linear:
     return model
 
 
+class Wrapper(torch.optim.Optimizer):
+    """Has everything from another optimizer, as the wrapper of schedule-free ones."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        self.base, self.param_groups, self.state = base, base.param_groups, base.state
+
+
 def bad_input_body(context: Context) -> dict[str, str]:
     any_parameter = [nn.Parameter(torch.ones(2))]
     outside = LanguageModel()
@@ -168,6 +175,7 @@ def bad_input_body(context: Context) -> dict[str, str]:
         ),
         "nothing trainable": ((m := frozen()), torch.optim.SGD([m.weight], lr=1), config),
         "LBFGS": ((m := whole()), torch.optim.LBFGS(m.parameters()), config),
+        "wrapper": ((m := whole()), Wrapper(adamw(m)), config),
         "Adafactor": (
             (m := whole()),
             torch.optim.Adafactor(m.parameters()),
@@ -223,6 +231,7 @@ EXPECTED = {
     "foreign parameter": "OptimizerError: param_groups[0]['params'][",
     "nothing trainable": "OptimizerError: the optimizer has no trainable parameter",
     "LBFGS": "OptimizerError: LBFGS cannot be sharded",
+    "wrapper": "OptimizerError: Wrapper has not called torch.optim.Optimizer's __init__",
     "Adafactor": "OptimizerError: Adafactor needs whole matrices",
     "stepped": "OptimizerError: the optimizer already has state",
     "state of its own": "OptimizerError: the optimizer's state has entries that are of no parameter: 'calls'",

@@ -20,6 +20,12 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module, config: Config) -> d
     for kind in (type(each).__name__ for each in members(optimizer)):
         if kind in NEVER:
             raise OptimizerError(f"{kind} cannot be sharded: {NEVER[kind]}; use another optimizer")
+    for each in members(optimizer):
+        if not hasattr(each, "_optimizer_step_pre_hooks"):
+            raise OptimizerError(
+                f"{type(each).__name__} has not called torch.optim.Optimizer's __init__, without which "
+                "no hooks can be registered on its step: call it there, or pass the optimizer that it wraps"
+            )
     if beside := [repr(key) for key in optimizer.state if not isinstance(key, Tensor)]:
         raise OptimizerError(
             f"the optimizer's state has entries that are of no parameter: {some(beside)}. The engine would "
