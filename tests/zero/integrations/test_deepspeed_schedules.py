@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
+import pickle
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -63,6 +65,14 @@ def test_a_schedule_goes_on_where_it_was_saved(case: tuple[str, dict[str, Any]])
     for scheduler in (first, second):
         scheduler.step()
     assert second.get_last_lr() == first.get_last_lr()
+
+
+def test_a_schedule_can_be_pickled_and_copied() -> None:
+    made = ours.WarmupDecayLR(optimizer(), 10, warmup_num_steps=2)
+    made.optimizer.step()
+    made.step()
+    for again in (pickle.loads(pickle.dumps(made)), copy.deepcopy(made)):
+        assert again.get_lr() == made.get_lr()
 
 
 def test_what_is_configured_counts_when_a_schedule_goes_on_not_what_was_saved() -> None:
